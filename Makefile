@@ -1,0 +1,26 @@
+# Two commands on a bare machine with Python 3.11 and g++:  make tune  and  make test
+PYTHON ?= python3
+VENV ?= .venv
+READY := $(VENV)/.ready
+
+.PHONY: env tune test clean
+
+env: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+tune: $(READY)
+	$(VENV)/bin/python cli.py tune --contract qwen38-tp4
+
+test: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pytest -n 2
+
+clean:
+	rm -rf $(VENV) tuned

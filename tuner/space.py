@@ -1,0 +1,156 @@
+"""Tile configurations of the kernel families, and which of them a contract admits.
+
+W13 and W2 are separate launches whose times add up, so each is a space of its own and is tuned on its own.
+"""
+
+import hashlib
+import itertools
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from tuner.contract import Contract
+from tuner.errors import InvalidConfig
+
+Stage = Literal["w13", "w2"]
+STAGES: tuple[Stage, ...] = ("w13", "w2")
+
+STEP = 32  # k a warp takes at once: four octets
+MAX_WARPS = 32  # of a CTA, by the hardware
+_SPLITS = (1, 2, 4, 5, 8, 10, 16, 20, 32)
+_UNROLLS = (1, 2, 3, 4, 5, 6, 8, 10)
+_ROWS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class W13Config:
+    """One CTA a (segment, `tiles` column tiles); `split_k` warps share out K of each tile."""
+
+    tiles: int
+    split_k: int
+    unroll: int  # steps of 32 k a lane has in flight
+    rows: int  # rows multiplied in one pass over the weights
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.tiles * self.split_k
+
+    def key(self) -> str:
+        return f"t{self.tiles}-k{self.split_k}-u{self.unroll}-r{self.rows}"
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class W2Config:
+    """One CTA a column tile; `segments` groups of `split_k` warps take the step's segments in turn."""
+
+    segments: int
+    split_k: int
+    unroll: int
+    rows: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.segments * self.split_k
+
+    def key(self) -> str:
+        return f"s{self.segments}-k{self.split_k}-u{self.unroll}-r{self.rows}"
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+StageConfig = W13Config | W2Config
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole op's tile configuration."""
+
+    w13: W13Config
+    w2: W2Config
+
+    def stage(self, stage: Stage) -> StageConfig:
+        return self.w13 if stage == "w13" else self.w2
+
+    def key(self) -> str:
+        return f"{self.w13.key()}+{self.w2.key()}"
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        return {"w13": self.w13.to_dict(), "w2": self.w2.to_dict()}
+
+
+_TYPES: dict[Stage, type[W13Config] | type[W2Config]] = {"w13": W13Config, "w2": W2Config}
+
+
+def stage_from_dict(stage: Stage, values: dict[str, int]) -> StageConfig:
+    """The inverse of `to_dict`. Raises InvalidConfig for unknown, missing or non-integer values."""
+    kind = _TYPES[stage]
+    expected = set(kind.__dataclass_fields__)
+    if set(values) != expected or not all(type(v) is int and v > 0 for v in values.values()):
+        raise InvalidConfig(f"{stage} config {values}: expected positive integers for {', '.join(sorted(expected))}")
+    return kind(**values)
+
+
+def from_dict(values: dict[str, dict[str, int]]) -> Config:
+    """The inverse of `Config.to_dict`. Raises InvalidConfig."""
+    if set(values) != set(STAGES):
+        raise InvalidConfig(f"config {values}: expected the keys {', '.join(STAGES)}")
+    w13, w2 = (stage_from_dict(stage, values[stage]) for stage in STAGES)
+    assert isinstance(w13, W13Config) and isinstance(w2, W2Config)
+    return Config(w13, w2)
+
+
+def tile_columns(contract: Contract) -> int:
+    """Columns of a warp's tile: eight column groups of four (sm70-u4) or eight (awq) columns."""
+    return 32 if contract.layout == "sm70-u4" else 64
+
+
+def axes(contract: Contract, stage: Stage) -> dict[str, tuple[int, ...]]:
+    """The values each parameter takes for some candidate of the contract."""
+    found = candidates(contract, stage)
+    return {name: tuple(sorted({c.to_dict()[name] for c in found})) for name in _TYPES[stage].__dataclass_fields__}
+
+
+def candidates(contract: Contract, stage: Stage) -> tuple[StageConfig, ...]:
+    """Every configuration whose sizes divide the contract's, whatever the device, in a fixed order."""
+    gemm = contract.w13 if stage == "w13" else contract.w2
+    steps = gemm.k // STEP
+    rows = tuple(r for r in _ROWS if r <= contract.max_tokens * contract.top_k)
+    splits = tuple(s for s in _SPLITS if steps % s == 0)
+    if stage == "w13":
+        tiles = gemm.n // tile_columns(contract)
+        outer = tuple(t for t in (1, 2, 5) if tiles % t == 0)
+    else:
+        outer = (4, 8, 16, 32)
+    found: list[StageConfig] = []
+    for first, split, unroll, r in itertools.product(outer, splits, _UNROLLS, rows):
+        share = steps // split
+        if share % unroll or first * split > MAX_WARPS or first * split < 4:
+            continue
+        found.append(_TYPES[stage](first, split, unroll, r))
+    return tuple(found)
+
+
+def default(contract: Contract) -> Config:
+    """The candidates nearest to what suits any contract: eight warps splitting K of one W13 tile, sixteen warps each
+    taking W2 segments, two rows a pass, five steps in flight."""
+
+    def nearest(stage: Stage, **wanted: int) -> StageConfig:
+        def distance(c: StageConfig) -> tuple[int, ...]:
+            return tuple(abs(c.to_dict()[name] - value) for name, value in wanted.items())
+
+        return min(candidates(contract, stage), key=distance)
+
+    w13 = nearest("w13", tiles=1, rows=2, split_k=8, unroll=5)
+    w2 = nearest("w2", segments=16, rows=2, split_k=1, unroll=5)
+    assert isinstance(w13, W13Config) and isinstance(w2, W2Config)
+    return Config(w13, w2)
+
+
+def space_digest(contract: Contract, stage: Stage) -> str:
+    """16 hex digits that change when the candidates do, so that a study never mixes two spaces."""
+    keys = [c.key() for c in candidates(contract, stage)]
+    return hashlib.sha256(json.dumps([stage, keys]).encode()).hexdigest()[:16]
