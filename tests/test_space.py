@@ -1,0 +1,62 @@
+from dataclasses import replace
+
+import pytest
+
+from tuner import contract, plan, space
+from tuner.errors import InvalidConfig
+
+QWEN = contract.load("qwen38-tp4")
+
+
+@pytest.mark.parametrize("name", sorted(contract.builtin()))
+@pytest.mark.parametrize("stage", space.STAGES)
+def test_every_built_in_contract_has_a_space_holding_its_default(name: str, stage: space.Stage) -> None:
+    built_in = contract.load(name)
+    found = space.candidates(built_in, stage)
+    assert len(found) == len(set(found)) >= 8
+    assert space.default(built_in).stage(stage) in found
+
+
+def test_candidates_of_qwen_divide_its_steps_and_tiles() -> None:
+    for config in space.candidates(QWEN, "w13"):
+        assert isinstance(config, space.W13Config)
+        assert 80 % config.split_k == 0 and (80 // config.split_k) % config.unroll == 0  # 2560 / 32 steps
+        assert 10 % config.tiles == 0  # 320 / 32 column tiles
+        assert 4 <= config.tiles * config.split_k <= 32
+    for config in space.candidates(QWEN, "w2"):
+        assert isinstance(config, space.W2Config)
+        assert 5 % config.split_k == 0 and (5 // config.split_k) % config.unroll == 0  # 160 / 32 steps
+
+
+def test_a_config_survives_its_own_dictionary() -> None:
+    config = space.default(QWEN)
+    assert space.from_dict(config.to_dict()) == config
+    assert space.stage_from_dict("w13", {"tiles": 2, "split_k": 4, "unroll": 5, "rows": 8}).key() == "t2-k4-u5-r8"
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"tiles": 1}, {"tiles": 1, "split_k": 1, "unroll": 1, "rows": 0}, {"tiles": True}, {"warps": 1}]
+)
+def test_a_dictionary_that_is_no_config_is_refused(values: dict[str, int]) -> None:
+    with pytest.raises(InvalidConfig, match="positive integers for rows, split_k, tiles, unroll"):
+        space.stage_from_dict("w13", values)
+
+
+def test_the_space_digest_changes_with_the_candidates_and_not_with_the_name() -> None:
+    renamed = replace(QWEN, name="other", model="Other")
+    wider = replace(QWEN, hidden=5120)
+    assert space.space_digest(renamed, "w13") == space.space_digest(QWEN, "w13")
+    assert space.space_digest(wider, "w13") != space.space_digest(QWEN, "w13")
+
+
+@pytest.mark.parametrize(
+    ("w13", "rule"),
+    [
+        (space.W13Config(1, 3, 1, 1), "split-K must divide the 80 steps of K=2560"),
+        (space.W13Config(1, 8, 4, 1), "unroll what is left"),
+        (space.W13Config(3, 8, 5, 1), "tiles must divide the 10 column tiles"),
+    ],
+)
+def test_a_config_that_does_not_divide_is_refused_with_the_rule(w13: space.W13Config, rule: str) -> None:
+    with pytest.raises(InvalidConfig, match=rule):
+        plan.make(QWEN, replace(space.default(QWEN), w13=w13))
