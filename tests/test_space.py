@@ -34,6 +34,20 @@ def test_a_config_survives_its_own_dictionary() -> None:
     assert space.stage_from_dict("w13", {"tiles": 2, "split_k": 4, "unroll": 5, "rows": 8}).key() == "t2-k4-u5-r8"
 
 
+def test_a_config_survives_its_own_key() -> None:
+    config = space.default(QWEN)
+    assert space.parse(config.key()) == config
+    assert space.parse("t5-k4-u10-r1+s32-k1-u5-r8") == space.Config(
+        space.W13Config(5, 4, 10, 1), space.W2Config(32, 1, 5, 8)
+    )
+
+
+@pytest.mark.parametrize("key", ["", "t1-k8-u5-r2", "t0-k8-u5-r2+s16-k1-u5-r2", "t1-k8-u5-r2+t1-k8-u5-r2"])
+def test_a_key_that_is_no_config_is_refused(key: str) -> None:
+    with pytest.raises(InvalidConfig, match="expected W13's and W2's keys"):
+        space.parse(key)
+
+
 @pytest.mark.parametrize(
     "values", [{}, {"tiles": 1}, {"tiles": 1, "split_k": 1, "unroll": 1, "rows": 0}, {"tiles": True}, {"warps": 1}]
 )

@@ -6,6 +6,7 @@ W13 and W2 are separate launches whose times add up, so each is a space of its o
 import hashlib
 import itertools
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -101,6 +102,15 @@ def from_dict(values: dict[str, dict[str, int]]) -> Config:
     w13, w2 = (stage_from_dict(stage, values[stage]) for stage in STAGES)
     assert isinstance(w13, W13Config) and isinstance(w2, W2Config)
     return Config(w13, w2)
+
+
+def parse(key: str) -> Config:
+    """The inverse of `Config.key`, e.g. t1-k8-u5-r2+s16-k1-u5-r2. Raises InvalidConfig."""
+    match = re.fullmatch(r"t(\d+)-k(\d+)-u(\d+)-r(\d+)\+s(\d+)-k(\d+)-u(\d+)-r(\d+)", key)
+    numbers = [int(n) for n in match.groups()] if match else []
+    if not numbers or not all(numbers):
+        raise InvalidConfig(f"config {key!r}: expected W13's and W2's keys, such as t1-k8-u5-r2+s16-k1-u5-r2")
+    return Config(W13Config(*numbers[:4]), W2Config(*numbers[4:]))
 
 
 def tile_columns(contract: Contract) -> int:
