@@ -1,0 +1,720 @@
+"""The CPU executor on small kernels: CUDA's semantics, every kind of fault, memory, the cache."""
+
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tuner import contract, host, space
+from tuner.errors import BuildFailed, LaunchFailed, MissingTool, RequestError, TrialTimeout
+from tuner.plan import Buffer, Launch, Linear, Outputs, Plan
+from tuner.render import Source
+
+CONTRACT = contract.load("qwen38-tp4")
+FULL = "0xffffffffu"
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLTUNE_CACHE_DIR", str(shared_cache))
+
+
+def run(
+    body: str,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    out: tuple[str, int] = ("int32", 32),
+    *,
+    grid: tuple[int, int] = (1, 1),
+    block: int = 32,
+    shared: int = 0,
+    order: int = 0,
+    before: str = "",
+    timeout_s: float = 60.0,
+) -> np.ndarray:
+    """Runs one kernel whose parameters are the inputs and `out`, by those names; `body` starts at line 3."""
+    inputs = inputs or {}
+    types = {
+        "int32": "int",
+        "uint32": "unsigned",
+        "float32": "float",
+        "uint8": "unsigned char",
+        "uint64": "unsigned long long",
+    }
+    parameters = [f"const {types[array.dtype.name]}* {name}" for name, array in inputs.items()] + [
+        f"{types[out[0]]}* out"
+    ]
+    head = f'extern "C" __global__ void voltune_toy({", ".join(parameters)}) {{'
+    text = f"{before}\n{head}\n{body}\n}}\n"
+    buffers = [Buffer(name, a.dtype.name, tuple(map(Linear, a.shape)), "input") for name, a in inputs.items()]
+    buffers.append(Buffer("out", out[0], (Linear(out[1]),), "output"))
+    launch = Launch(
+        stage="w13",
+        template="toy",
+        grid=(Linear(grid[0]), Linear(grid[1])),
+        block=block,
+        shared=Linear(shared),
+        arguments=(*inputs, "out"),
+        constants={},
+    )
+    plan = Plan("fused", CONTRACT, space.default(CONTRACT), (launch,), tuple(buffers))
+    sources = {"w13": Source("voltune_toy", "w13", text)}
+    return host.execute(plan, sources, inputs, 1, order=order, timeout_s=timeout_s).buffers["out"]
+
+
+def fault(body: str, *args: object, **kwargs: object) -> str:
+    """The text of the LaunchFailed that a kernel ends in; a sound kernel still runs afterwards."""
+    with pytest.raises(LaunchFailed) as caught:
+        run(body, *args, **kwargs)  # type: ignore[arg-type]
+    assert run("out[threadIdx.x] = threadIdx.x;").tolist() == list(range(32))
+    return str(caught.value)
+
+
+# ---- semantics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_vectors_of_ragged_sizes_are_added(count: int, order: int) -> None:
+    a = np.arange(count, dtype=np.float32)
+    b = np.linspace(-3, 5, count, dtype=np.float32)
+    body = f"int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < {count}) out[i] = a[i] + b[i];"
+    out = run(body, {"a": a, "b": b}, ("float32", count), grid=(-(-count // 64), 1), block=64, order=order)
+    assert out.tobytes() == (a + b).tobytes()
+
+
+def test_indices_and_sizes_are_those_of_the_launch() -> None:
+    body = """
+    int cta = blockIdx.y * gridDim.x + blockIdx.x;
+    out[cta * blockDim.x + threadIdx.x] = blockIdx.x + 10 * blockIdx.y + 100 * threadIdx.x + 10000 * gridDim.y
+      + 100000 * blockDim.x + threadIdx.y + threadIdx.z + blockIdx.z + blockDim.y + blockDim.z + gridDim.z - 3;"""
+    out = run(body, out=("int32", 3 * 2 * 5), grid=(3, 2), block=5)
+    assert out.tolist() == [x + 10 * y + 100 * t + 20000 + 500000 for y in range(2) for x in range(3) for t in range(5)]
+
+
+REDUCTION = """
+  float* part = static_cast<float*>(voltune_shared_arena());
+  const int t = threadIdx.x;
+  part[t] = a[blockIdx.x * 128 + t];
+  {barrier}
+  for (int half = 64; half > 0; half /= 2) {{
+    if (t < half) part[t] += part[t + half];
+    {barrier}
+  }}
+  if (t == 0) out[blockIdx.x] = part[0];"""
+
+
+def reduction(order: int, barrier: str) -> np.ndarray:
+    a = np.random.default_rng(5).standard_normal(7 * 128).astype(np.float32)
+    return run(
+        REDUCTION.format(barrier=barrier), {"a": a}, ("float32", 7), grid=(7, 1), block=128, shared=512, order=order
+    )
+
+
+def test_a_block_reduction_gives_the_same_bits_in_every_order() -> None:
+    part = np.random.default_rng(5).standard_normal(7 * 128).astype(np.float32).reshape(7, 128)
+    while part.shape[1] > 1:
+        part = part[:, : part.shape[1] // 2] + part[:, part.shape[1] // 2 :]
+    assert {reduction(order, "__syncthreads();").tobytes() for order in range(5)} == {part.tobytes()}
+
+
+def test_a_missing_barrier_is_seen_in_one_of_three_orders() -> None:
+    def found(order: int) -> bytes:
+        try:
+            return reduction(order, "").tobytes()
+        except LaunchFailed as error:  # a sum of poison is poison, as if it were unwritten
+            return str(error).encode()
+
+    right = reduction(0, "__syncthreads();").tobytes()
+    assert all(reduction(order, "__syncthreads();").tobytes() == right for order in range(3))
+    assert any(found(order) != right for order in range(3))
+
+
+def test_a_barrier_missing_before_memory_is_used_again_is_seen_in_one_of_two_orders() -> None:
+    body = """
+    int* box = static_cast<int*>(voltune_shared_arena());
+    int sum = 0;
+    for (int round = 0; round < 4; ++round) {
+      if (threadIdx.x == 40) *box = round;
+      __syncthreads();
+      sum += *box;
+    }
+    out[threadIdx.x] = sum;"""
+    assert any(run(body, out=("int32", 64), block=64, shared=16, order=order).tolist() != [6] * 64 for order in (0, 1))
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_shared_memory_is_poison_at_the_start_of_every_block(order: int) -> None:
+    body = """
+    unsigned* words = static_cast<unsigned*>(voltune_shared_arena());
+    out[blockIdx.x * 32 + threadIdx.x] = ~words[threadIdx.x];
+    words[threadIdx.x] = 7;"""
+    assert run(body, out=("uint32", 96), grid=(3, 1), shared=128, order=order).tolist() == [0] * 96
+
+
+LANE = "const int t = threadIdx.x;"
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (f"__shfl_sync({FULL}, t * 3, 5)", [15] * 32),
+        (f"__shfl_sync({FULL}, t, 35)", [3] * 32),
+        (f"__shfl_sync({FULL}, t, 1, 8)", [1] * 8 + [9] * 8 + [17] * 8 + [25] * 8),
+        (f"__shfl_sync({FULL}, t, (t + 1) % 32)", [*range(1, 32), 0]),
+        (f"__shfl_xor_sync({FULL}, t, 16)", [*range(16, 32), *range(16)]),
+        (
+            f"__shfl_xor_sync({FULL}, t, 4, 4)",
+            [t & ~4 for t in range(32)],
+        ),
+        (f"__shfl_up_sync({FULL}, t, 2)", [0, 1, *range(30)]),
+        (f"__shfl_up_sync({FULL}, t, 1, 16)", [0, *range(15), 16, *range(16, 31)]),
+        (f"__shfl_down_sync({FULL}, t, 3)", [*range(3, 32), 29, 30, 31]),
+        (f"__shfl_down_sync({FULL}, t, 1, 16)", [*range(1, 16), 15, *range(17, 32), 31]),
+        (f"(int)__shfl_sync({FULL}, (float)t / 4.0f, 10)", [2] * 32),
+        (f"(int)__shfl_sync({FULL}, 0x80000000u + t, 31)", [-0x7FFFFFE1] * 32),
+        (f"(int)__ballot_sync({FULL}, t % 3 == 0)", [0x49249249] * 32),
+        (f"__any_sync({FULL}, t == 9)", [1] * 32),
+        (f"__any_sync({FULL}, t > 31)", [0] * 32),
+        (f"__all_sync({FULL}, t >= 0)", [1] * 32),
+        (f"__all_sync({FULL}, t != 9)", [0] * 32),
+        (f"(int)__match_any_sync({FULL}, t / 2)", [(3 << (t // 2 * 2)) - (t > 29) * 2**32 for t in range(32)]),
+        (
+            f"(int)__match_any_sync({FULL}, (unsigned)(t % 16))",
+            [(0x10001 << t % 16) - (t % 16 > 14) * 2**32 for t in range(32)],
+        ),
+    ],
+)
+def test_warp_collectives_follow_the_programming_guide(call: str, expected: list[int], order: int) -> None:
+    assert run(f"{LANE} int value = {call}; out[t] = value == -1 ? 12345 : value;", order=order).tolist() == expected
+
+
+def test_lanes_of_disjoint_masks_meet_apart() -> None:
+    body = f"""{LANE}
+    if (t < 10) out[t] = __ballot_sync(0x3ffu, t & 1);
+    else out[t] = __shfl_down_sync(0xfffffc00u, t, 1) + __popc(__ballot_sync(0xfffffc00u, 1));"""
+    assert run(body).tolist() == [0x2AA] * 10 + [t + 1 + 22 for t in range(10, 31)] + [31 + 22]
+
+
+def test_a_shuffle_from_a_lane_outside_the_mask_returns_poison() -> None:
+    body = f"{LANE} if (t < 16) out[t] = __shfl_down_sync(0xffffu, t, 8) & 0xffff; else out[t] = 0;"
+    assert run(body).tolist() == [*range(8, 16)] + [0xFFFF] * 8 + [0] * 16
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_a_warp_barrier_orders_shared_memory_between_lanes(order: int) -> None:
+    body = f"""{LANE}
+    int* box = static_cast<int*>(voltune_shared_arena());
+    box[t] = t * t;
+    __syncwarp();
+    out[t] = box[31 - t];"""
+    assert run(body, shared=128, order=order).tolist() == [(31 - t) ** 2 for t in range(32)]
+
+
+def test_bits_and_numbers_are_converted_and_counted_as_on_a_gpu() -> None:
+    words = {
+        "__popc(0xf0f00001u)": 9,
+        "__ffs(0)": 0,
+        "__ffs(0x50)": 5,
+        "__clz(0)": 32,
+        "__clz(1)": 31,
+        "__clz(-1)": 0,
+        "(int)__brev(0x1u)": -(2**31),
+        "(int)__brev(0x12345678u)": 0x1E6A2C48,
+        "__float_as_int(-2.0f)": -(2**30),
+        "(int)__float_as_uint(1.0f)": 0x3F800000,
+        "(int)__uint_as_float(0x40e00000u)": 7,
+        "(int)__int_as_float(0x41000000)": 8,
+        "min(3, -4)": -4,
+        "max(3u, 4u)": 4,
+        "(int)max(-3.5f, -2.5f)": -2,
+        "(int)min(7.0f, __uint_as_float(0x7fc00000u))": 7,
+        "(int)__fdiv_rn(9.0f, 2.0f)": 4,
+        "(int)rintf(2.5f)": 2,
+        "(int)fabsf(-3.0f)": 3,
+        "(int)(fminf(1.0f, 2.0f) + fmaxf(4.0f, 3.0f))": 5,
+        "(int)(__fadd_rn(1.0f, 2.0f) * __fmul_rn(2.0f, 2.0f))": 12,
+        "make_int4(1, 2, 3, 4).w + make_uint2(5, 6).x": 9,
+        "(int)(make_float4(1, 2, 3, 4).z + make_float2(5, 6).y)": 9,
+        "__ldg(a)": 77,
+    }
+    body = "\n".join(f"out[{i}] = {call};" for i, call in enumerate(words))
+    found = run(body, {"a": np.array([77], np.int32)}, ("int32", len(words)), block=1)
+    assert dict(zip(words, found.tolist(), strict=True)) == words
+
+
+def test_only_written_fusions_are_fused() -> None:
+    a = np.array(
+        [1 + 2**-12, -(1 + 2**-11)], np.float32
+    )  # the product's 2^-24 is lost when it is rounded before the sum
+    out = run("out[0] = a[0] * a[0] + a[1]; out[1] = fmaf(a[0], a[0], a[1]);", {"a": a}, ("float32", 2), block=1)
+    assert out.tolist() == [0.0, 2**-24]
+
+
+# ---- many processes ------------------------------------------------------------------------------------------------
+
+
+def test_atomics_count_every_thread_of_every_process() -> None:
+    body = """
+    const int t = blockIdx.x * blockDim.x + threadIdx.x;
+    atomicAdd(out, 1);
+    atomicAdd(reinterpret_cast<unsigned*>(out) + 1, 2u);
+    atomicMax(out + 2, t);
+    atomicMax(reinterpret_cast<unsigned*>(out) + 3, 0xfffffffeu);
+    out[3] = 6;
+    atomicInc(reinterpret_cast<unsigned*>(out) + 4, 99u);
+    if (t == 500) out[5] = atomicExch(out + 6, 17) + 1;
+    if (t == 501) out[7] = atomicCAS(out + 8, -1, 5) + atomicCAS(out + 9, 3, 5) + 2;
+    if (t == 501) out[9] = 3;
+    atomicCAS(out + 10, -1, 0);
+    atomicAdd(reinterpret_cast<float*>(out) + 10, 0.5f);"""
+    out = run(body, out=("int32", 11), grid=(500, 1), block=96)
+    # All from the poison -1. atomicInc: 2^32 - 1 is past its limit and gives 0 first, then 0 .. 99 again and again.
+    assert out[:10].tolist() == [48000 - 1, 96000 - 1, 48000 - 1, 6, (48000 - 1) % 100, 0, 17, 0, 5, 3]
+    assert out[10:].view(np.float32).tolist() == [24000.0]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs: two blocks that wait for each other")
+def test_blocks_run_in_several_processes_over_the_same_memory() -> None:
+    body = """
+    volatile int* flags = out;
+    flags[blockIdx.x] = 1;
+    __threadfence();
+    while (flags[1 - blockIdx.x] != 1) {}"""
+    assert run(body, out=("int32", 2), grid=(2, 1), block=1, timeout_s=20).tolist() == [1, 1]
+
+
+def test_the_order_chooses_which_block_and_which_thread_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    body = "out[blockIdx.x * 64 + threadIdx.x] = atomicAdd(out + 256, 1) + 5;"
+    ran = [run(body, out=("int32", 257), grid=(4, 1), block=64, order=o)[:256].tolist() for o in (0, 1, 2, 3)]
+    natural = list(range(4, 260))
+    assert ran[0] == natural
+    assert ran[1] == natural[::-1]
+    assert sorted(ran[2]) == sorted(ran[3]) == natural
+    assert len({tuple(r) for r in ran}) == 4
+    assert run(body, out=("int32", 257), grid=(4, 1), block=64, order=2)[:256].tolist() == ran[2]
+
+
+def test_the_portable_context_switch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reduction(2, "__syncthreads();").tobytes()
+    monkeypatch.setattr(host, "_FLAGS", (*host._FLAGS, "-DVOLTUNE_UCONTEXT"))
+    assert reduction(2, "__syncthreads();").tobytes() == expected
+
+
+# ---- faults: each is reported with kernel, block and thread, and the caller goes on --------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "access", "order", "place"),
+    [
+        ("out[t] = a[t + (t == 9 ? 91 : 0)];", "read", 0, "a (an input), byte 400 of 400"),
+        ("out[t] = a[t - (t == 9 ? 10 : 0)];", "read", 1, "a (an input), byte -4 of 400"),
+        ("out[t] = a[t + (t == 9 ? 20000000 : 0)];", "read", 2, "a (an input), byte 80000036 of 400"),
+        ("out[t + (t == 9 ? 23 : 0)] = 1;", "write", 0, "out, byte 128 of 128"),
+        ("out[t - (t == 9 ? 10 : 0)] = 1;", "write", 1, "out, byte -4 of 128"),
+        ("{ out[t] = 1; if (t == 9) const_cast<int*>(a)[8] = 1; }", "write", 0, "a (an input), byte 32 of 400"),
+    ],
+)
+def test_an_access_outside_a_buffer_or_a_write_to_an_input_is_told(
+    what: str, access: str, order: int, place: str
+) -> None:
+    a = np.arange(100, dtype=np.int32)
+    text = fault(f"{LANE}\nif (blockIdx.x == 2)\n{what}\nelse out[t] = 0;", {"a": a}, grid=(3, 1), order=order)
+    assert text == f"kernel voltune_toy, block (2,0), thread 9, line 5: illegal {access} at {place}"
+
+
+@pytest.mark.parametrize(("order", "index", "byte"), [(0, -1, -4), (1, 33, 132)])
+def test_a_write_that_misses_the_guard_pages_is_told_after_the_launch(order: int, index: int, byte: int) -> None:
+    text = fault(f"{LANE} out[t] = t; if (t == 3) out[{index}] = 5;", order=order)
+    assert text == f"kernel voltune_toy wrote outside a buffer: out, byte {byte} of 128"
+
+
+def test_a_use_of_an_absent_pointer_is_told() -> None:
+    text = fault(f"{LANE} out[t] = *static_cast<int*>(voltune_shared_arena());")
+    assert re.search(r"block \(0,0\), thread 0, line 3: illegal read at address 0x0, a null pointer", text)
+
+
+@pytest.mark.parametrize(("order", "at"), [(0, "256"), (1, "-4")])
+def test_an_access_outside_shared_memory_is_told(order: int, at: str) -> None:
+    body = f"""{LANE}
+    int* words = static_cast<int*>(voltune_shared_arena());
+    out[t] = 0;
+    words[t == 4 ? {int(at) // 4} : t] = 1;"""
+    text = fault(body, block=32, shared=256, order=order)
+    assert (
+        text == f"kernel voltune_toy, block (0,0), thread 4, line 6: illegal write at shared memory, byte {at} of 256"
+    )
+
+
+def test_a_write_beside_shared_memory_that_misses_the_guard_pages_is_told() -> None:
+    text = fault(f"{LANE} out[t] = 0; if (t == 0) static_cast<int*>(voltune_shared_arena())[-1] = 1;", shared=256)
+    assert text == "kernel voltune_toy, block (0,0), some thread: wrote outside shared memory, byte -4 of 256"
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        (
+            "uint4 v = *reinterpret_cast<const uint4*>(a + t); out[t] = v.x + v.w;",
+            "uint4' (16 bytes aligned) at a (an input), byte 4 of",
+        ),
+        ("out[t] = reinterpret_cast<const uint2*>(a + t)->x;", "uint2' (8 bytes aligned) at a (an input), byte 4 of"),
+        (
+            "float4 v = __ldg(reinterpret_cast<const float4*>(a + t)); out[t] = v.x;",
+            "float4' (16 bytes aligned) at a (an input), byte 4 of",
+        ),
+        (
+            "*reinterpret_cast<int4*>(out + 4 * t + (t == 1)) = make_int4(0, 0, 0, 0);",
+            "int4' (16 bytes aligned) at out, byte 20 of",
+        ),
+    ],
+)
+def test_a_misaligned_vector_access_is_told(statement: str, told: str) -> None:
+    text = fault(f"{LANE}\n{statement}", {"a": np.arange(64, dtype=np.int32)}, ("int32", 160))
+    assert re.match(r"kernel voltune_toy, block \(0,0\), thread 1, line \d+: misaligned", text)
+    assert told in text
+
+
+def test_an_index_outside_a_local_array_and_a_shift_past_the_word_are_told() -> None:
+    index = fault(f"{LANE} int v[4] = {{1, 2, 3, 4}};\nout[t] = v[a[t] & 7];", {"a": np.arange(64, dtype=np.int32)})
+    assert index == "kernel voltune_toy, block (0,0), thread 4, line 4: index 4 is outside 'int [4]'"
+    shift = fault(f"{LANE}\nout[t] = 1u << (t + 2);", out=("uint32", 32))
+    assert shift == "kernel voltune_toy, block (0,0), thread 30, line 4: 'unsigned int' shifted by 32 bits"
+
+
+def test_an_integer_division_by_zero_is_told() -> None:
+    text = fault(f"{LANE}\nout[t] = 7 / (a[t] - 5);", {"a": np.arange(32, dtype=np.int32)})
+    assert text.startswith("kernel voltune_toy, block (0,0), thread 5, line 4: ended by signal 8")
+
+
+def test_a_stack_overflow_is_told() -> None:
+    before = "__noinline__ int deep(int n) { volatile int v[64]; v[n % 64] = n; return deep(n + 1) + v[n % 64]; }"
+    text = fault(f"{LANE} out[t] = t == 6 ? deep(0) : 0;", before=before)
+    assert text.startswith("kernel voltune_toy, block (0,0), thread 6, line 1: stack overflow: a thread has 64 KB")
+    before = (
+        "__noinline__ int wide(int n, volatile int* out) { volatile int v[60000]; v[n] = n; return v[n] + out[0]; }"
+    )
+    assert "thread 6, line 1: stack overflow" in fault(f"{LANE} out[t] = t == 6 ? wide(0, out) : 0;", before=before)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_an_output_left_unwritten_is_told_with_its_index(order: int) -> None:
+    text = fault(f"{LANE} if (t != 11 && t < 30) out[t] = t;", order=order)
+    assert text == "unwritten output, still 0xFF bytes: out[11] and 2 more of 32 elements"
+
+
+BARRIERS = [
+    (
+        "if (t < 40) __syncthreads();\nelse __syncthreads();",
+        "divergent __syncthreads: others wait at line 4; threads 0 to 39 in __syncthreads (line 4)",
+    ),
+    (
+        "if (t < 40) return;\n__syncthreads();",
+        "divergent __syncthreads: not every thread of the block reaches it; threads 0 to 39 exited",
+    ),
+    (
+        "if (t < 40) __syncthreads();",
+        "divergent __syncthreads: not every thread of the block reaches it; threads 0 to 39 in",
+    ),
+    (
+        "if (t == 40) __syncthreads();\nelse if (t > 31) __syncwarp();\nelse __syncthreads();",
+        "thread 40 in __syncthreads (line 4)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("statement", "told"), BARRIERS)
+def test_a_barrier_that_not_all_threads_reach_is_told(statement: str, told: str) -> None:
+    text = fault(f"{LANE} out[t] = t;\n{statement}", out=("int32", 64), block=64)
+    assert re.match(r"kernel voltune_toy, block \(0,0\), thread \d+, line \d: ", text)
+    assert told in text
+
+
+COLLECTIVES = [
+    (
+        f"if (t == 9) return;\nout[t] = __shfl_sync({FULL}, t, 0);",
+        "__shfl_sync names thread 9, which has exited or does not exist",
+    ),
+    (f"if (t == 9) __syncthreads();\nelse out[t] = __any_sync({FULL}, t);", "thread 9 in __syncthreads (line 4)"),
+    (
+        f"if (t == 9) __syncwarp();\nelse out[t] = __any_sync({FULL}, t);",
+        "meets another collective, mask or line in thread ",
+    ),
+    (
+        f"if (t < 9) out[t] = __any_sync({FULL}, t);\nelse out[t] = __any_sync({FULL}, t);",
+        "meets another collective, mask or line",
+    ),
+    (f"out[t] = __any_sync(t < 9 ? {FULL} : 0xffffff00u, t);", "mask 0xffffff00)"),
+    ("out[t] = __any_sync(t < 9 ? 0x1ffu : 0xffffff00u, t);", "mask 0xffffff00)"),
+    ("out[t] = __ballot_sync(0xffu, 1);", "__ballot_sync with a mask that lacks the caller's own lane"),
+]
+
+
+@pytest.mark.parametrize(("statement", "told"), COLLECTIVES)
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_a_warp_collective_that_not_all_lanes_of_its_mask_reach_is_told(statement: str, told: str, order: int) -> None:
+    text = fault(f"{LANE} out[t] = t;\n{statement}", order=order)
+    assert re.match(r"kernel voltune_toy, block \(0,0\), thread \d+, line [45]: ", text)
+    assert told in text
+
+
+def test_a_mask_that_names_lanes_past_the_end_of_the_block_is_told() -> None:
+    text = fault(f"out[threadIdx.x] = __any_sync({FULL}, 1);", out=("int32", 48), block=48)
+    assert "__any_sync names thread 48, which has exited or does not exist" in text
+
+
+def test_an_endless_loop_is_ended_and_told_where_it_was() -> None:
+    body = f"{LANE} out[t] = t;\nif (blockIdx.x == 1 && t == 7)\nwhile (out[7] == 7) __threadfence();"
+    with pytest.raises(TrialTimeout, match=r"voltune_toy, block \(1,0\), thread 7, line 5: had not ended after 0.3 s"):
+        run(body, grid=(2, 1), timeout_s=0.3)
+    assert children() == []
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def compiled_endless() -> str:
+    """The body of a kernel that never ends, compiled already, so that the only children are workers."""
+    body = "out[0] = 0; while (out[0] == 0) __threadfence();"
+    with pytest.raises(TrialTimeout):
+        run(body, block=1, timeout_s=0.0)
+    return body
+
+
+def test_an_interrupted_run_leaves_no_process_behind() -> None:
+    def interrupt(*_: object) -> None:
+        if children():
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    body = compiled_endless()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            run(body, block=1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert children() == []
+
+
+def test_a_worker_that_is_killed_from_outside_is_told() -> None:
+    def kill() -> None:
+        while not children():
+            time.sleep(0.02)
+        os.kill(children()[0], signal.SIGKILL)
+
+    body = compiled_endless()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(LaunchFailed, match=r"kernel voltune_toy: a worker was ended by SIGKILL"):
+        run(body, block=1)
+    killer.join()
+
+
+# ---- operands ------------------------------------------------------------------------------------------------------
+
+
+def two_launches(first: str, second: str, inputs: Mapping[str, np.ndarray | None], tokens: int = 2) -> Outputs:
+    """Two kernels of a plan with ids, expert map, live tokens, scalars, a workspace [4 * tokens] and an output [8]."""
+    parameters = (
+        "const int* ids, int id_bytes, const int* map, int map_size, const int* live, int tokens, int* work, int* out"
+    )
+    buffers = (
+        Buffer("TOPK_IDS", "int32", (Linear(0, 1), Linear(3)), "input"),
+        Buffer("LIVE_TOKENS", "int32", (Linear(1),), "input", optional=True),
+        Buffer("HIDDEN", "int32", (Linear(0, 4),), "workspace"),
+        Buffer("OUT", "int32", (Linear(8),), "output"),
+    )
+    arguments = ("TOPK_IDS", "ID_BYTES", "EXPERT_MAP", "MAP_SIZE", "LIVE_TOKENS", "TOKENS", "HIDDEN", "OUT")
+    launches, sources = [], {}
+    for stage, body in (("w13", first), ("w2", second)):
+        launches.append(Launch(stage, stage, (Linear(0, 1), Linear(1)), 1, Linear(0), arguments, {}))
+        sources[stage] = Source(
+            f"voltune_{stage}", stage, f'extern "C" __global__ void voltune_{stage}({parameters}) {{ {body} }}'
+        )
+    plan = Plan("fused", CONTRACT, space.default(CONTRACT), tuple(launches), buffers)
+    return host.execute(plan, sources, inputs, tokens)
+
+
+IDS = np.array([[4, 5, 6], [7, 8, 9]], np.int32)
+SCALARS = "out[0] = id_bytes; out[1] = map_size; out[2] = tokens; out[3] = map != nullptr; out[4] = live != nullptr;"
+REST = "out[5] = gridDim.x; out[6] = ids[0]; out[7] = id_bytes == 8 ? ids[2] : ids[1];"
+
+
+def test_launches_run_in_order_over_one_workspace_that_starts_as_poison() -> None:
+    ran = two_launches(
+        "work[blockIdx.x] = work[blockIdx.x] + ids[blockIdx.x];",
+        "if (blockIdx.x == 0) for (int i = 0; i < 8; ++i) out[i] = 2 * work[i % 2];",
+        {"TOPK_IDS": IDS},
+    )
+    assert ran.buffers["OUT"].tolist() == [6, 8] * 4
+    assert ran.hidden.tolist() == [3, 4] + [-1] * 6
+
+
+@pytest.mark.parametrize(
+    ("operands", "expected"),
+    [
+        ({"TOPK_IDS": IDS}, [4, 0, 2, 0, 0, 2, 4, 5]),
+        ({"TOPK_IDS": IDS, "EXPERT_MAP": None, "LIVE_TOKENS": None}, [4, 0, 2, 0, 0, 2, 4, 5]),
+        ({"TOPK_IDS": IDS.astype(np.int64)}, [8, 0, 2, 0, 0, 2, 4, 5]),
+        (
+            {"TOPK_IDS": IDS, "EXPERT_MAP": np.arange(7, dtype=np.int32), "LIVE_TOKENS": np.array([1], np.int32)},
+            [4, 7, 2, 1, 1, 2, 4, 5],
+        ),
+        ({"TOPK_IDS": np.asfortranarray(IDS)}, [4, 0, 2, 0, 0, 2, 4, 5]),
+    ],
+)
+def test_scalars_follow_from_the_operands_and_absent_ones_are_null(
+    operands: dict[str, np.ndarray | None], expected: list[int]
+) -> None:
+    assert two_launches(SCALARS, REST, operands).buffers["OUT"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("operands", "told"),
+    [
+        ({}, "operand TOPK_IDS is missing: expected int32 or int64 [2, 3]"),
+        ({"TOPK_IDS": IDS[:1]}, "operand TOPK_IDS is int32 [1, 3]: expected int32 or int64 [2, 3]"),
+        ({"TOPK_IDS": IDS.astype(np.int16)}, "operand TOPK_IDS is int16 [2, 3]: expected int32 or int64 [2, 3]"),
+        ({"TOPK_IDS": 5}, "operand TOPK_IDS is 5: expected int32 or int64 [2, 3]"),
+        ({"TOPK_IDS": IDS, "LIVE_TOKENS": np.array([1])}, "operand LIVE_TOKENS is int64 [1]: expected int32 [1]"),
+        (
+            {"TOPK_IDS": IDS, "EXPERT_MAP": np.zeros(3)},
+            "operand EXPERT_MAP is float64 [3]: expected int32 [global experts]",
+        ),
+        ({"TOPK_IDS": IDS, "TOKENS": 3}, "operand TOKENS is 3: the other operands make it 2"),
+    ],
+)
+def test_an_operand_that_does_not_fit_is_refused_by_name(operands: dict[str, np.ndarray | None], told: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(told)):
+        two_launches(SCALARS, REST, operands)
+
+
+def test_a_number_of_tokens_outside_the_contract_is_refused() -> None:
+    most = CONTRACT.max_tokens
+    for tokens in (0, most + 1):
+        with pytest.raises(RequestError, match=f"{tokens} tokens: expected 1 to {most}"):
+            two_launches(SCALARS, REST, {"TOPK_IDS": IDS}, tokens)
+
+
+def test_a_kernel_whose_parameters_are_not_the_plans_arguments_is_refused() -> None:
+    text = 'extern "C" __global__ void voltune_toy(int* out, int n, const float* a, float b, long long c) {}'
+    launch = Launch("w13", "toy", (Linear(1), Linear(1)), 1, Linear(0), ("out",), {})
+    buffers = (Buffer("out", "int32", (Linear(1),), "output"),)
+    plan = Plan("fused", CONTRACT, space.default(CONTRACT), (launch,), buffers)
+    with pytest.raises(LaunchFailed, match=r"takes 'pip\?\?' .* where the plan passes 'p': out"):
+        host.execute(plan, {"w13": Source("voltune_toy", "w13", text)}, {}, 1)
+
+
+# ---- guarded arrays ------------------------------------------------------------------------------------------------
+
+ADDRESS = "reinterpret_cast<unsigned long long*>(out)[0] = reinterpret_cast<unsigned long long>(a);"
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_guarded_array_is_used_in_place_and_any_other_is_copied(order: int) -> None:
+    plain = np.arange(5000, dtype=np.int32)
+    guarded = host.guard(plain)
+    where = {
+        name: run(ADDRESS, {"a": a}, ("uint64", 1), block=1, order=order)[0]
+        for name, a in (("plain", plain), ("guarded", guarded))
+    }
+    assert where["guarded"] == guarded.ctypes.data
+    assert where["plain"] != plain.ctypes.data
+    part = run(ADDRESS, {"a": guarded[:3000]}, ("uint64", 1), block=1, order=order)[0]
+    assert part != guarded.ctypes.data  # its end would not be guarded
+
+
+def test_a_guarded_array_holds_the_same_and_cannot_be_written() -> None:
+    plain = np.random.default_rng(0).integers(0, 255, (3, 7, 11), np.uint8)
+    guarded = host.guard(plain)
+    assert (guarded.dtype, guarded.shape, guarded.tobytes()) == (plain.dtype, plain.shape, plain.tobytes())
+    with pytest.raises(ValueError, match="read-only"):
+        guarded[0] = 1
+
+
+@pytest.mark.parametrize("index", [1024, -1])
+def test_a_guarded_array_of_whole_pages_is_guarded_at_both_ends(index: int) -> None:
+    guarded = host.guard(np.zeros(1024, np.int32))
+    assert f"illegal read at a (an input), byte {index * 4} of 4096" in fault(
+        f"out[threadIdx.x] = a[{index}];", {"a": guarded}
+    )
+
+
+def test_a_guarded_arrays_memory_is_freed_with_the_last_array_over_it() -> None:
+    def mapped(address: int) -> bool:
+        ranges = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
+
+    guarded = host.guard(np.zeros(100_000, np.int32))
+    address, view = guarded.ctypes.data, guarded[50_000:]
+    del guarded
+    gc.collect()
+    assert mapped(address)
+    del view
+    gc.collect()
+    assert not mapped(address)
+
+
+# ---- compiling -----------------------------------------------------------------------------------------------------
+
+
+def toy(text: str) -> Source:
+    return Source("voltune_toy", "w13", text)
+
+
+EMPTY = 'extern "C" __global__ void voltune_toy() {}'
+
+
+def test_a_source_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = host.compile(toy(EMPTY))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("g++ was called again")
+
+    monkeypatch.setattr(host, "_run_compiler", refuse)
+    assert host.compile(toy(EMPTY)) == first
+    with pytest.raises(AssertionError, match="g\\+\\+ was called again"):
+        host.compile(toy(EMPTY + "//"))
+
+
+def test_a_damaged_library_is_compiled_again() -> None:
+    path = host.compile(toy(EMPTY + "// to be cut"))
+    path.write_bytes(path.read_bytes()[:100])
+    assert len(host.compile(toy(EMPTY + "// to be cut")).read_bytes()) > 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('extern "C" __global__ void voltune_toy(int* out) { out[0] = nothing; }', "'nothing' was not declared"),
+        ("#include <cstdint>\n" + EMPTY, "no include path in which to search for cstdint"),
+        ('extern "C" __global__ void another() {}', "'voltune_toy' was not declared"),
+        ('extern "C" __global__ void voltune_toy(int* out) { __shared__ int box; }', "'__shared__' was not declared"),
+    ],
+)
+def test_a_source_that_gpp_refuses_fails_with_its_log(text: str, told: str) -> None:
+    with pytest.raises(BuildFailed) as caught:
+        host.compile(toy(text))
+    assert told in str(caught.value)
+
+
+def test_a_machine_without_gpp_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingTool, match=r"g\+\+ was not found.*apt-get install g\+\+"):
+        host.compile(toy(EMPTY))

@@ -1,0 +1,142 @@
+"""The kernels themselves, emulated: every layout, plan, numerics and shape of routing against float64."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small import LAYOUTS, SMALL, inputs, references, run
+
+from tuner import contract, plan, reference, routing, space
+
+IDS = np.array([[0, 1, 2], [2, 2, 5], [5, 0, -1], [3, 6, 2], [2, 1, 0]], np.int32)  # -1 and 6 name no expert
+
+
+def route_weights(ids: np.ndarray) -> np.ndarray:
+    return np.random.default_rng(3).uniform(0.1, 1.0, ids.shape).astype(np.float32)
+
+
+def check(small: contract.Contract, out: np.ndarray, exact: np.ndarray) -> None:
+    difference = reference.compare(out, exact)
+    assert difference.nonfinite == difference.missing_inf == 0
+    assert difference.relative_l2 < 2.4e-4
+    assert difference.max_scaled_ulp < 0.6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_float64_result_rounded_once(layout: str) -> None:
+    small = LAYOUTS[layout]
+    x = inputs(small, len(IDS))
+    got = run(small, x, IDS, route_weights(IDS))
+    want = references(small).exact(x, IDS, route_weights(IDS))
+    check(small, got.out, want.output)
+    routed = ~np.isnan(want.hidden[:, 0])
+    np.testing.assert_allclose(got.hidden[routed], want.hidden[routed], rtol=3e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", plan.PLANS)
+def test_every_plan_gives_the_fused_plans_bits(layout: str, name: plan.PlanName) -> None:
+    small = LAYOUTS[layout]
+    x = inputs(small, len(IDS))
+    fused = run(small, x, IDS, route_weights(IDS))
+    other = run(small, x, IDS, route_weights(IDS), name=name, order=1)
+    assert fused.out.tobytes() == other.out.tobytes()
+
+
+@pytest.mark.parametrize("stage", space.STAGES)
+def test_configs_with_the_same_split_k_give_the_same_bits(stage: space.Stage) -> None:
+    x = inputs(SMALL, len(IDS))
+    default = space.default(SMALL)
+    bits: dict[int, set[bytes]] = {}
+    for config in space.candidates(SMALL, stage)[::5]:
+        out = run(SMALL, x, IDS, route_weights(IDS), config=replace(default, **{stage: config})).out
+        check(SMALL, out, references(SMALL).exact(x, IDS, route_weights(IDS)).output)
+        bits.setdefault(config.split_k, set()).add(out.tobytes())
+    assert len(bits) > 1
+    assert all(len(same) == 1 for same in bits.values())
+
+
+@pytest.mark.parametrize("layout", ["sm70-u4 3-byte interleaved", "sm70-u4 4-byte concatenated", "awq"])
+def test_engine_numerics_follow_the_engines_roundings(layout: str) -> None:
+    small = replace(LAYOUTS[layout], numerics="engine", tolerance=2e-3)
+    x = inputs(small, len(IDS))
+    got = run(small, x, IDS, route_weights(IDS))
+    engine = references(small).engine(x, IDS, route_weights(IDS))
+    # fp32 accumulation orders differ, so a rounding to f16 may fall the other way: rarely, and by little.
+    assert np.mean(got.out != engine.output) < 0.1
+    assert reference.compare(got.out, engine.output.astype(np.float64)).relative_l2 < 2e-4
+    exact = run(LAYOUTS[layout], x, IDS, route_weights(IDS))
+    assert np.mean(exact.out != engine.output) > 0.3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 36])
+def test_any_number_of_rows_may_share_an_expert(rows: int) -> None:
+    tokens = 12
+    ids = np.full((tokens, 3), -1, np.int32)
+    ids.ravel()[np.random.default_rng(rows).permutation(ids.size)[:rows]] = 4
+    x = inputs(SMALL, tokens)
+    for passes in (1, 4):
+        config = space.Config(space.W13Config(1, 4, 2, passes), space.W2Config(4, 1, 2, passes))
+        out = run(SMALL, x, ids, route_weights(ids), config=config).out
+        check(SMALL, out, references(SMALL).exact(x, ids, route_weights(ids)).output)
+
+
+@pytest.mark.parametrize("name", ["fused", "staged", "all-experts"])
+def test_no_valid_row_at_all_gives_zeros(name: plan.PlanName) -> None:
+    ids = np.array([[-1, 6, 99], [-5, -1, 2**31 - 1]], np.int32)
+    out = run(SMALL, inputs(SMALL, 2), ids, route_weights(ids), name=name).out
+    assert out.tobytes() == bytes(out.nbytes)
+
+
+@pytest.mark.parametrize("name", ["fused", "staged", "all-experts"])
+def test_int64_ids_are_read_whole(name: plan.PlanName) -> None:
+    wide = IDS.astype(np.int64)
+    wide[0, 0] = 2**32  # 0 in its low half, and no expert
+    narrow = IDS.copy()
+    narrow[0, 0] = -1
+    x = inputs(SMALL, len(IDS))
+    one = run(SMALL, x, wide, route_weights(IDS), name=name)
+    two = run(SMALL, x, narrow, route_weights(IDS), name=name)
+    assert one.out.tobytes() == two.out.tobytes()
+
+
+@pytest.mark.parametrize("name", plan.PLANS)
+def test_an_expert_map_leads_global_ids_to_local_experts(name: plan.PlanName) -> None:
+    expert_map = np.array([-1, 3, -1, 0, 5, 1, 2, -1, 4, 17], np.int32)  # 17 is no local expert
+    ids = np.array([[1, 3, 4], [5, 0, 9], [8, 10, -1]], np.int32)
+    mapped = np.array([[3, 0, 5], [1, -1, -1], [4, -1, -1]], np.int32)
+    x = inputs(SMALL, 3)
+    one = run(SMALL, x, ids, route_weights(ids), name=name, expert_map=expert_map)
+    two = run(SMALL, x, mapped, route_weights(ids), name=name)
+    assert one.out.tobytes() == two.out.tobytes()
+    assert one.out[1].any()
+
+
+@pytest.mark.parametrize("name", plan.PLANS)
+@pytest.mark.parametrize("live", [-3, 0, 2, 5, 9])
+def test_padding_tokens_give_zeros_and_leave_the_live_ones_alone(name: plan.PlanName, live: int) -> None:
+    x = inputs(SMALL, len(IDS))
+    x[max(live, 0) :] = np.nan  # not read
+    weights = route_weights(IDS)
+    weights[max(live, 0) :] = np.nan
+    out = run(SMALL, x, IDS, weights, name=name, live_tokens=live).out
+    kept = min(max(live, 0), len(IDS))
+    assert out[kept:].tobytes() == bytes(out[kept:].nbytes)
+    if kept:
+        alone = run(SMALL, x[:kept], IDS[:kept], weights[:kept], name=name).out
+        assert out[:kept].tobytes() == alone.tobytes()
+
+
+def test_three_orders_of_threads_and_blocks_give_the_same_bits() -> None:
+    ids = routing.make("uniform", SMALL, 12, 5).ids
+    x = inputs(SMALL, 12)
+    assert len({run(SMALL, x, ids, route_weights(ids), order=order).out.tobytes() for order in range(3)}) == 1
+
+
+def test_large_activations_stay_finite_where_float64_rounds_to_finite_f16() -> None:
+    x = (inputs(SMALL, 5) * np.float16(500)).astype(np.float16)
+    weights = route_weights(IDS) * np.float32(0.01)
+    want = references(SMALL).exact(x, IDS, weights)
+    assert np.nanmax(np.abs(want.hidden)) > 65504  # hidden values that no f16 holds
+    difference = reference.compare(run(SMALL, x, IDS, weights).out, want.output)
+    assert difference.nonfinite == difference.missing_inf == 0
