@@ -190,12 +190,11 @@ def _w2(contract: Contract, config: W2Config, name: PlanName) -> Launch:
 
 
 def _compact(contract: Contract, name: PlanName) -> Launch:
+    arguments: tuple[str, ...] = (*_ROUTING, *_SEGMENTS, "SEGMENT_ROWS")
+    template, arena = "compact", 2 * 4 * contract.max_tokens * contract.top_k
     if name == "sorted":
-        template, arguments = "compact_sorted", ("OFFSETS", *_SEGMENTS)
-        arena = 4 * -(-contract.experts // 32)
-    else:
-        template, arguments = "compact", (*_ROUTING, *_SEGMENTS, "SEGMENT_ROWS")
-        arena = 2 * 4 * contract.max_tokens * contract.top_k
+        arguments = ("OFFSETS", *_SEGMENTS)
+        template, arena = "compact_sorted", 4 * -(-contract.experts // 32)
     return Launch(
         stage="compact",
         template=template,
@@ -263,20 +262,20 @@ def make(contract: Contract, config: Config, name: PlanName = "fused") -> Plan:
     tiles = contract.w13.n // tile_columns(contract)
     if tiles % config.w13.tiles:
         raise InvalidConfig(f"w13 config {config.w13.key()}: tiles must divide the {tiles} column tiles of W13")
-    launches = (_w13(contract, config.w13, name), _w2(contract, config.w2, name))
+    launches = [_w13(contract, config.w13, name), _w2(contract, config.w2, name)]
     if name != "fused":
-        launches = (_compact(contract, name), *launches)
-    return Plan(name, contract, config, launches, _buffers(contract, name))
+        launches.insert(0, _compact(contract, name))
+    return Plan(name, contract, config, tuple(launches), _buffers(contract, name))
 
 
 def why_invalid(contract: Contract, stage: Stage, config: StageConfig, limits: Limits) -> str | None:
     """Why the stage cannot be launched on a device at the contract's largest level; None when it can."""
-    launch = (
-        _w13(contract, config, "fused") if isinstance(config, W13Config) else _w2(contract, config, "fused")
-    )
+    launch = _w13(contract, config, "fused") if isinstance(config, W13Config) else _w2(contract, config, "fused")
     shared = launch.shared.at(contract.max_tokens)
     if shared > limits.shared_per_block:
         return f"{stage} {config.key()} needs {shared} bytes of shared memory; {limits.name} has {limits.shared_per_block} a block"
     if launch.block > limits.threads_per_block:
-        return f"{stage} {config.key()} needs {launch.block} threads; {limits.name} has {limits.threads_per_block} a block"
+        return (
+            f"{stage} {config.key()} needs {launch.block} threads; {limits.name} has {limits.threads_per_block} a block"
+        )
     return None

@@ -1,0 +1,331 @@
+"""The command line: one function a command; each parses, calls, prints, and holds no logic of its own."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tuner import checks, inspection, jobs, plan, render, verify, winners
+from tuner import contract as contracts
+from tuner import doctor as doctors
+from tuner.errors import VoltuneError
+
+
+class Group(click.Group):
+    """Turns Voltune's failures into one line on stderr and their exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except VoltuneError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_status)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Generates, verifies and tunes SM70 CUDA kernels for AWQ mixture-of-experts decode.
+
+    Exit status: 0 good, 1 the work failed, 2 the request was wrong.
+    """
+
+
+contract_option = click.option(
+    "--contract", "contract_name", required=True, metavar="NAME|FILE", help="A built-in contract, or a TOML file."
+)
+config_option = click.option(
+    "--config",
+    "config_key",
+    metavar="KEY",
+    help="A configuration such as t1-k8-u5-r2+s16-k1-u5-r2; by default each level's winner in --set.",
+)
+set_option = click.option(
+    "--set",
+    "set_folder",
+    type=click.Path(path_type=Path),
+    help="A tuned set; by default the newest of tuned/ and generated/ for the contract.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+tokens_option = click.option(
+    "--concurrency", metavar="LEVELS", help="Token counts, such as 8, 2-8 or 1,2,4; by default the contract's."
+)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Aligned columns; numbers to the right."""
+    lines = [list(headers), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    numeric = [all(_is_number(line[i]) for line in lines[1:]) for i in range(len(headers))]
+    for line in lines:
+        cells = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, numeric, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell.lstrip("-").replace(".", "", 1).replace("e-", "", 1).rstrip("%").isdigit()
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, sort_keys=True))
+
+
+@main.command("contracts")
+@click.argument("name", required=False, metavar="[NAME|FILE]")
+@json_option
+def contracts_command(name: str | None, as_json: bool) -> None:
+    """List the built-in contracts, or show and check one."""
+    if name is None:
+        found = contracts.builtin()
+        if as_json:
+            print_json({key: value.to_dict() | {"digest": value.digest()} for key, value in found.items()})
+            return
+        table(
+            ("contract", "model", "TP", "experts", "top-k", "hidden", "intermediate", "group", "layout", "levels"),
+            (
+                (
+                    *(c.name, c.model, c.tensor_parallel, c.experts, c.top_k, c.hidden, c.intermediate, c.group),
+                    *(c.layout, f"{c.levels[0]}..{c.levels[-1]}"),
+                )
+                for c in found.values()
+            ),
+        )
+        return
+    chosen = contracts.load(name)
+    if as_json:
+        print_json(chosen.to_dict() | {"digest": chosen.digest()})
+        return
+    for key, value in inspection.describe(chosen):
+        click.echo(f"{key:<22} {value}")
+
+
+@main.command("tune")
+@contract_option
+@tokens_option
+@click.option("--trials", type=click.IntRange(min=1), help="Configurations a level and stage; by default all.")
+@click.option("--budget", metavar="TIME", help="Time for all trials, such as 90s, 10m or 2h.")
+@click.option(
+    "--evaluator",
+    type=click.Choice(("auto", "device", "model")),
+    default="auto",
+    show_default=True,
+    help="device measures on this machine's GPU; model predicts for --gpu; auto measures where there is a GPU.",
+)
+@click.option("--gpu", default=jobs.DEFAULT_GPU, show_default=True, help="The described GPU the model predicts for.")
+@click.option(
+    "--code",
+    type=click.Choice(("auto", "cubin", "ptx", "native")),
+    default="auto",
+    show_default=True,
+    help="What a GPU runs: sm_70 code, its PTX, or a build for that GPU; auto is cubin on a V100, else ptx.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of routings, inputs and the search's order.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("tuned"),
+    show_default=True,
+    help="The set goes to OUTPUT/<contract>/<target>, with the ledger that a later run resumes from.",
+)
+@json_option
+def tune_command(
+    contract_name: str,
+    concurrency: str | None,
+    trials: int | None,
+    budget: str | None,
+    evaluator: jobs.EvaluatorName,
+    gpu: str,
+    code: jobs.CodeName,
+    seed: int,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Tune a contract's kernels and write the verified winners."""
+    chosen = contracts.load(contract_name)
+    request = jobs.Request(
+        contract=chosen,
+        levels=jobs.levels(chosen, concurrency),
+        trials=trials,
+        budget_s=jobs.seconds(budget),
+        evaluator=evaluator,
+        gpu=gpu,
+        code=code,
+        seed=seed,
+        output=output,
+    )
+    with progress_line() as show:
+        done = jobs.tune(request, show)
+    if as_json:
+        print_json(json.loads(winners.manifest(done.winners)) | {"folder": str(done.folder)})
+        return
+    click.echo(done.headline)
+    table(jobs.WINNER_HEADERS, jobs.winner_rows(done.winners))
+    for line in done.footnotes:
+        click.echo(line)
+
+
+@contextmanager
+def progress_line() -> Iterator[jobs.Show]:
+    """One line on stderr, rewritten on a terminal, a new one a stage elsewhere."""
+    last = ""
+
+    def show(key: str, text: str) -> None:
+        nonlocal last
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+        elif key != last:
+            click.echo(text, err=True)
+        last = key
+
+    try:
+        yield show
+    finally:
+        if sys.stderr.isatty():
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
+@main.command("render")
+@contract_option
+@config_option
+@set_option
+@tokens_option
+@click.option("--plan", "plan_name", type=click.Choice(plan.PLANS), default="fused", show_default=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the .cu files there; by default they are printed.",
+)
+@json_option
+def render_command(
+    contract_name: str,
+    config_key: str | None,
+    set_folder: Path | None,
+    concurrency: str | None,
+    plan_name: plan.PlanName,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Render the CUDA sources of a configuration."""
+    chosen = contracts.load(contract_name)
+    configs = jobs.configs(chosen, config_key, set_folder, jobs.levels(chosen, concurrency))
+    sources = {
+        f"{source.kernel.removeprefix('voltune_')}_{source.digest}.cu": source
+        for config in configs.by_level.values()
+        for source in render.render(plan.make(chosen, config, plan_name)).values()
+    }
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, source in sources.items():
+            (output / name).write_text(source.text)
+    if as_json:
+        print_json({name: {"kernel": s.kernel, "stage": s.stage, "text": s.text} for name, s in sources.items()})
+    elif output is not None:
+        click.echo("\n".join(str(output / name) for name in sources))
+    else:
+        click.echo("\n".join(source.text for source in sources.values()))
+
+
+@main.command("inspect")
+@contract_option
+@config_option
+@set_option
+@tokens_option
+@click.option("--gpu", default=jobs.DEFAULT_GPU, show_default=True, help="The described GPU to inspect for.")
+@json_option
+def inspect_command(
+    contract_name: str,
+    config_key: str | None,
+    set_folder: Path | None,
+    concurrency: str | None,
+    gpu: str,
+    as_json: bool,
+) -> None:
+    """Show what each kernel of a level needs: registers, occupancy, bytes, and the floor those bytes set."""
+    chosen = contracts.load(contract_name)
+    configs = jobs.configs(chosen, config_key, set_folder, jobs.levels(chosen, concurrency))
+    found = inspection.inspect(chosen, configs.by_level, gpu)
+    if as_json:
+        print_json({"configs": configs.origin, "gpu": gpu, "kernels": [row.to_dict() for row in found]})
+        return
+    click.echo(f"{chosen.name} for {gpu}; configurations: {configs.origin}")
+    table(inspection.HEADERS, (row.cells() for row in found))
+
+
+@main.command("verify")
+@contract_option
+@config_option
+@set_option
+@tokens_option
+@click.option(
+    "--executor",
+    type=click.Choice(("host", "device")),
+    default="host",
+    show_default=True,
+    help="host emulates the source on the CPU; device runs it on this machine's GPU.",
+)
+@click.option("--code", type=click.Choice(("auto", "cubin", "ptx", "native")), default="auto", show_default=True)
+@click.option("--edges/--no-edges", default=True, show_default=True, help="Also odd ids, maps, padding, other plans.")
+@click.option("--gate/--no-gate", default=True, show_default=True, help="Also the published operator gate.")
+@click.option("--against-host", is_flag=True, help="With --executor device: also demand the CPU executor's bits.")
+@click.option("--replays", type=click.IntRange(min=1), default=3, show_default=True, help="Runs that must agree.")
+@json_option
+def verify_command(
+    contract_name: str,
+    config_key: str | None,
+    set_folder: Path | None,
+    concurrency: str | None,
+    executor: jobs.ExecutorName,
+    code: jobs.CodeName,
+    edges: bool,
+    gate: bool,
+    against_host: bool,
+    replays: int,
+    as_json: bool,
+) -> None:
+    """Check kernels against the dense references and print the operator gate; status 1 when anything is wrong."""
+    chosen = contracts.load(contract_name)
+    levels = jobs.levels(chosen, concurrency) if concurrency else verify.default_tokens(chosen)
+    configs = jobs.configs(chosen, config_key, set_folder, levels)
+    with jobs.executor(executor, code) as runs:
+        check = checks.Verification(chosen, configs, runs, edges, gate, against_host, replays)
+        if not as_json:
+            click.echo(f"{chosen.name}, {runs.name}; configurations: {configs.origin}")
+        for heading, rows in check.sections():
+            if as_json:
+                for _ in rows:
+                    pass
+                continue
+            click.echo(f"\n{heading}")
+            for line in rows:
+                click.echo(line)
+    if as_json:
+        print_json(check.to_dict())
+    else:
+        click.echo(f"\n{check.summary()}")
+    if not check.ok:
+        sys.exit(1)
+
+
+@main.command("doctor")
+@json_option
+def doctor_command(as_json: bool) -> None:
+    """Say what this machine has, what is missing, and the command that mends it."""
+    found = doctors.examine()
+    if as_json:
+        print_json([item.to_dict() for item in found])
+    else:
+        for item in found:
+            click.echo(f"{'ok     ' if item.ok else 'missing'} {item.name:<12} {item.text}")
+    if any(item.needed and not item.ok for item in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

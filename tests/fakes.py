@@ -1,0 +1,90 @@
+"""Evaluators and verdicts that need neither GPU nor compiler."""
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tuner import search, space
+from tuner.contract import Contract
+from tuner.errors import BuildFailed, VoltuneError
+from tuner.ledger import Ledger
+from tuner.measure import Compared, Timing
+from tuner.space import Config, Stage, StageConfig
+from tuner.verify import Verdict
+
+
+def timing(us: float) -> Timing:
+    return Timing(us, us, us, (us, us), "fake GPU", {}, "predicted")
+
+
+def landscape(stage: Stage, config: StageConfig, tokens: int) -> float:
+    """More in flight and more warps are faster, up to a best; rows cost a little."""
+    values = config.to_dict()
+    outer = values.get("tiles", values.get("segments", 1))
+    return 10.0 * tokens + 8 / values["unroll"] + abs(values["split_k"] - 8) + outer / 4 + values["rows"] / 10
+
+
+def scattered(stage: Stage, config: StageConfig, tokens: int) -> float:
+    """No pattern, no ties, and far apart in the best places: 10 us and up."""
+    return 10.0 + tokens + zlib.crc32(f"{stage} {config.key()}".encode()) / 2**32 * 1000
+
+
+@dataclass
+class FakeEvaluator:
+    us: Callable[[Stage, StageConfig, int], float] = landscape
+    failing: Callable[[Stage, StageConfig], bool] = lambda stage, config: False
+    error: Callable[[], BaseException] = lambda: BuildFailed("ptxas said no")
+    word: str = "predicted"
+    device: str = "fake GPU"
+    calls: list[tuple[int, Stage, str]] = field(default_factory=list)
+
+    def evaluate(self, stage: Stage, config: StageConfig, tokens: int) -> Timing:
+        self.calls.append((tokens, stage, config.key()))
+        if self.failing(stage, config):
+            raise self.error()
+        return timing(self.us(stage, config, tokens))
+
+
+class ComparingEvaluator(FakeEvaluator):
+    """Re-measures to the same times, with an interval `slack` wide to either side of the saving."""
+
+    slack = 0.0
+    compared = 0
+
+    def compare(self, stage: Stage, configs: Sequence[StageConfig], tokens: int) -> list[Compared]:
+        self.compared += 1
+        times = [self.us(stage, config, tokens) for config in configs]
+        saved = [1 - us / times[0] for us in times]
+        return [Compared(timing(us), s - self.slack, s + self.slack) for us, s in zip(times, saved, strict=True)]
+
+
+def verdict(ok: bool) -> Verdict:
+    reasons = () if ok else ("output 0.9 ulp",)
+    return Verdict(ok, "emulated on CPU", "rank 0, C1, uniform, gaussian", None, None, reasons)
+
+
+@dataclass
+class FakeVerifier:
+    wrong: Callable[[Config], bool] = lambda config: False
+    faulting: Callable[[Config], bool] = lambda config: False
+    error: Callable[[], VoltuneError] = lambda: BuildFailed("g++ said no")
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+    def __call__(self, config: Config, tokens: int) -> Iterable[Verdict]:
+        self.calls.append((config.key(), tokens))
+        if self.faulting(config):
+            raise self.error()
+        yield verdict(True)
+        yield verdict(not self.wrong(config))
+
+
+def open_ledger(folder: Path, contract: Contract, toolchain: str = "NVRTC 12.9.86") -> Ledger:
+    circumstances = search.circumstances(contract, FakeEvaluator(), toolchain=toolchain)
+    return Ledger.open(
+        folder / "ledger.jsonl", contract=contract.digest(), target="v100-predicted", circumstances=circumstances
+    )
+
+
+def keys(contract: Contract, stage: Stage) -> list[str]:
+    return [config.key() for config in space.candidates(contract, stage)]

@@ -1,0 +1,142 @@
+"""A whole verification as the command line shows it: cases, odd calls and the operator gate, line by line."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from tuner import gate, verify
+from tuner.contract import Contract
+from tuner.gate import GateRow
+from tuner.jobs import Configs
+from tuner.verify import HostExecutor, Layers, Verdict
+
+_CASE = "{:<44} {:>9} {:>9} {:>7} {:>9} {:>10} {:>11}  {}"
+_GATE = "{:>4} {:>6}  {:<12} {:<9} {:<8} {:>10} {:>8} {:>6} {:>10}  {:<5} {}"
+
+
+@dataclass
+class Verification:
+    """Runs `sections` and keeps what they found. `replays`: runs of each case that must give the same bits."""
+
+    contract: Contract
+    configs: Configs
+    executor: verify.Executor
+    edges: bool
+    operator_gate: bool
+    against_host: bool
+    replays: int
+    verdicts: list[Verdict] = field(default_factory=list)
+    gates: list[GateRow] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._layers = Layers(self.contract)
+        self._host = HostExecutor() if self.against_host else None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case is right, and every row that the gate judges passes."""
+        return bool(self.verdicts) and all(each.ok for each in self.verdicts) and not self._broken_gates()
+
+    def _broken_gates(self) -> list[GateRow]:
+        return [row for row in self.gates if row.gated and not row.ok]
+
+    def sections(self) -> Iterator[tuple[str, Iterator[str]]]:
+        """(heading, lines); a line comes when its case is done."""
+        yield (
+            f"{self.replays} runs of each case must agree to the bit, within {self.contract.tolerance:g} relative L2 "
+            "of float64",
+            self._cases(),
+        )
+        if self.edges:
+            yield "Odd ids, maps and padding; the other plans must give the fused plan's bits", self._edges()
+        if self.operator_gate:
+            yield (
+                "The operator gate (max abs 2e-3; 256 ULP unless within 2e-6). Published: two kernels of equal "
+                "roundings, stage by stage; here: against float64 and an engine's roundings, judged by the contract's",
+                self._gates(),
+            )
+
+    def _cases(self) -> Iterator[str]:
+        yield _CASE.format("case", "rel. L2", "max abs", "ulp", "hidden L2", "to engine", "digest", "")
+        for level, config in self.configs.by_level.items():
+            check = partial(verify.verify, self._layers, config, tokens=(level,))
+            runs = check(self.executor, orders=tuple(range(self.replays)))
+            yield from self._lines(runs, partial(check, orders=(0,)))
+
+    def _edges(self) -> Iterator[str]:
+        yield _CASE.format("case", "rel. L2", "max abs", "ulp", "hidden L2", "to engine", "digest", "")
+        config = next(iter(self.configs.by_level.values()))
+        check = partial(verify.verify_edges, self._layers, config)
+        yield from self._lines(check(self.executor), partial(check, plans=("fused",)))
+
+    def _lines(self, runs: Iterator[Verdict], again: Callable[[HostExecutor], Iterator[Verdict]]) -> Iterator[str]:
+        others = again(self._host) if self._host else None
+        for verdict in runs:
+            other = next(others) if others else None
+            if other is not None and other.digest != verdict.digest:
+                reason = f"{other.executor} gives {other.digest}"
+                verdict = replace(verdict, ok=False, reasons=(*verdict.reasons, reason))
+            self.verdicts.append(verdict)
+            yield _line(verdict, "same bits on the CPU" if other is not None else "")
+
+    def _gates(self) -> Iterator[str]:
+        yield _GATE.format(
+            *("rank", "tokens", "routing", "stage", "against", "max abs", "max ULP", "signs", "non-finite", "gate"),
+            "published",
+        )
+        levels = self.configs.by_level
+        for level, config in levels.items():
+            for row in gate.gate(self._layers, config, self.executor, tokens=(level,)):
+                self.gates.append(row)
+                d = row.difference
+                published = "" if row.published is None else f"{row.published[0]:.3g} / {row.published[1]} ULP"
+                yield _GATE.format(
+                    row.rank,
+                    row.tokens,
+                    row.routing,
+                    row.stage,
+                    row.against,
+                    f"{d.max_abs:.3g}",
+                    d.max_ulp,
+                    d.sign_flips,
+                    d.nonfinite + d.missing_inf,
+                    ("ok" if row.ok else "over") if row.gated else "-",
+                    published,
+                )
+
+    def summary(self) -> str:
+        """The last line."""
+        wrong = [each.case for each in self.verdicts if not each.ok]
+        text = f"{len(self.verdicts) - len(wrong)} of {len(self.verdicts)} cases right, {self.executor.name}"
+        if self.gates:
+            judged = sum(row.gated for row in self.gates)
+            text += f"; operator gate: {judged - len(self._broken_gates())} of {judged} judged rows pass"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "contract": self.contract.name,
+            "executor": self.executor.name,
+            "configs": {str(n): config.key() for n, config in self.configs.by_level.items()},
+            "origin": self.configs.origin,
+            "ok": self.ok,
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
+            "gate": [row.to_dict() for row in self.gates],
+        }
+
+
+def _line(verdict: Verdict, note: str) -> str:
+    d, engine, hidden = verdict.difference, verdict.engine_distance, verdict.hidden
+    words = "; ".join(verdict.reasons) if verdict.reasons else note
+    return _CASE.format(
+        verdict.case,
+        "-" if d is None else f"{d.relative_l2:.2e}",
+        "-" if d is None else f"{d.max_abs:.2e}",
+        "-" if d is None else f"{d.max_scaled_ulp:.3f}",
+        "-" if hidden is None else f"{hidden.relative_l2:.1e}",
+        "-" if engine is None else f"{engine.relative_l2:.2e}",
+        verdict.digest[:10] or "-",
+        ("ok" if verdict.ok else "WRONG") + (f"  {words}" if words else ""),
+    )

@@ -1,0 +1,300 @@
+"""The tuned set of a contract and target: a manifest and the rendered kernels, in a folder that is checked in.
+
+A folder holds `manifest.json` and one .cu file for each different kernel of the levels' winners, named by its template
+and the first 16 hex digits of its sha256. The manifest is put in place last and a .cu file is never changed, so that a
+reader finds a whole set at every moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner import plan, render, space
+from tuner.choose import LevelResult
+from tuner.contract import Contract
+from tuner.errors import RequestError
+from tuner.plan import PlanName
+from tuner.search import Evaluator
+from tuner.space import STAGES, Config, Stage, StageConfig
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+PLANS: tuple[PlanName, ...] = ("fused", "staged")  # whose kernels a set holds: the whole op, and the stages alone
+
+
+@dataclass(frozen=True)
+class StageWinner:
+    """One stage's part of a level's winner; all times in microseconds, in the word of the set."""
+
+    us: float
+    default_us: float | None  # None where the default failed
+    floor_us: float
+    registers: int
+    ambiguous: bool  # something looked faster than the default, but not by the margin: the default stays
+    timing: Mapping[str, Any]  # as the evaluator gave it; the manifest leaves raw samples to the ledger
+
+
+@dataclass(frozen=True)
+class LevelWinner:
+    """The winner of one token count, with every verdict that admitted it."""
+
+    config: Config
+    stages: Mapping[Stage, StageWinner]
+    verdicts: tuple[Mapping[str, Any], ...]
+    struck: tuple[str, ...] = ()  # configurations whose verdict failed
+    whole: Mapping[str, Any] | None = None  # a Timing of the whole op, where it was measured
+    all_experts: Mapping[str, Any] | None = None  # the same kernels walking every expert, without compaction
+
+    @property
+    def us(self) -> float:
+        """Both launches."""
+        return sum(self.stages[stage].us for stage in STAGES)
+
+    @property
+    def default_us(self) -> float | None:
+        """Both launches of the default, or None where one of them failed."""
+        each = [self.stages[stage].default_us for stage in STAGES]
+        known = [us for us in each if us is not None]
+        return sum(known) if len(known) == len(each) else None
+
+    @property
+    def floor_us(self) -> float:
+        """What the weights' bytes alone take."""
+        return sum(self.stages[stage].floor_us for stage in STAGES)
+
+    @property
+    def floor_share(self) -> float:
+        """Floor over time, 1 at best."""
+        return self.floor_us / self.us
+
+
+@dataclass(frozen=True)
+class Winners:
+    """A tuned set. `target` is device class and word ("v100-predicted"); `ledger` the id of the ledger it came from."""
+
+    contract: Contract
+    target: str
+    word: str
+    device: str
+    levels: Mapping[int, LevelWinner]
+    toolchain: Mapping[str, str]
+    date: str  # YYYY-MM-DD
+    ledger: str
+
+
+def gather(
+    contract: Contract,
+    target: str,
+    evaluator: Evaluator,
+    results: Sequence[LevelResult],
+    *,
+    registers: Callable[[Stage, StageConfig], int],
+    floor: Callable[[Stage, int], float],
+    toolchain: Mapping[str, str],
+    date: str,
+    ledger: str,
+) -> Winners:
+    """Winners from chosen levels; `registers` of a stage's configuration, `floor` in us of a stage at a token count."""
+
+    def stage_winner(result: LevelResult, stage: Stage) -> StageWinner:
+        choice = result.choices[stage]
+        return StageWinner(
+            us=choice.winner.us,
+            default_us=None if choice.default is None else choice.default.us,
+            floor_us=round(floor(stage, result.tokens), 3),
+            registers=registers(stage, choice.winner.config),
+            ambiguous=choice.ambiguous,
+            timing=choice.winner.timing,
+        )
+
+    levels = {
+        result.tokens: LevelWinner(
+            result.config, {stage: stage_winner(result, stage) for stage in STAGES}, result.verdicts, result.struck
+        )
+        for result in results
+    }
+    return Winners(contract, target, evaluator.word, evaluator.device, levels, toolchain, date, ledger)
+
+
+def rerender(winners: Winners) -> dict[str, str]:
+    """File name -> text of every kernel of the set, from its contract and configurations alone."""
+    return {name: text for level in winners.levels.values() for name, text in _kernels(winners, level)[1].items()}
+
+
+def write(winners: Winners, folder: Path) -> None:
+    """Put the set into `folder`, replacing an earlier one of the same ledger.
+
+    Raises RequestError where the folder holds a set of another ledger, or files that are no set.
+    """
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            fresh.chmod(0o755)
+            _fill(winners, fresh)
+            fresh.rename(folder)
+        except BaseException:
+            shutil.rmtree(fresh)
+            raise
+        return
+    _check_ours(winners, folder)
+    _fill(winners, folder)
+
+
+def read(folder: Path) -> Winners:
+    """The set in `folder`. Raises RequestError: no set, of another schema, or a kernel that is missing or altered."""
+    content = _manifest(folder)
+    for name, digest in content["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise RequestError(f"{path} is missing, and {MANIFEST} names it: restore it, or tune again")
+        found = _digest(path.read_bytes())
+        if found != digest:
+            raise RequestError(f"{path} has sha256 {found}, not {digest}: it was altered; restore it, or tune again")
+    contract = Contract.from_dict(content["contract"], str(folder / MANIFEST))
+    if contract.digest() != content["contract_digest"]:
+        raise RequestError(
+            f"{folder / MANIFEST}: its contract has digest {contract.digest()}, not {content['contract_digest']}: "
+            "it was altered, or made by another version of Voltune; tune again"
+        )
+    levels = {level["tokens"]: _level(level) for level in content["levels"]}
+    same = {name: content[name] for name in ("target", "word", "device", "toolchain", "date", "ledger")}
+    return Winners(contract=contract, levels=levels, **same)
+
+
+def manifest(winners: Winners) -> str:
+    """manifest.json: keys sorted, levels ascending, one value a line, so that two sets compare line by line."""
+    files: dict[str, str] = {}
+    levels = []
+    for tokens, level in sorted(winners.levels.items()):
+        kernels, texts = _kernels(winners, level)
+        files |= {name: _digest(text.encode()) for name, text in texts.items()}
+        levels.append(
+            {
+                "tokens": tokens,
+                "config": level.config.to_dict(),
+                "kernels": kernels,
+                "us": round(level.us, 3),
+                "default_us": None if level.default_us is None else round(level.default_us, 3),
+                "floor_us": round(level.floor_us, 3),
+                "floor_share": round(level.floor_share, 4),
+                "stages": {
+                    stage: {**vars(level.stages[stage]), "timing": _summary(level.stages[stage].timing)}
+                    for stage in STAGES
+                },
+                "verdicts": list(level.verdicts),
+                "struck": list(level.struck),
+                "whole": _summary(level.whole),
+                "all_experts": _summary(level.all_experts),
+            }
+        )
+    content = {
+        "schema": SCHEMA,
+        "contract": winners.contract.to_dict(),
+        "contract_digest": winners.contract.digest(),
+        "target": winners.target,
+        "word": winners.word,
+        "device": winners.device,
+        "toolchain": dict(winners.toolchain),
+        "date": winners.date,
+        "ledger": winners.ledger,
+        "levels": levels,
+        "files": files,
+    }
+    return json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _summary(timing: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if timing is None else {name: value for name, value in timing.items() if name != "samples"}
+
+
+def _level(content: Mapping[str, Any]) -> LevelWinner:
+    return LevelWinner(
+        config=space.from_dict(content["config"]),
+        stages={stage: StageWinner(**content["stages"][stage]) for stage in STAGES},
+        verdicts=tuple(content["verdicts"]),
+        struck=tuple(content["struck"]),
+        whole=content["whole"],
+        all_experts=content["all_experts"],
+    )
+
+
+def _kernels(winners: Winners, level: LevelWinner) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Plan -> stage -> file name, and file name -> text."""
+    names: dict[str, dict[str, str]] = {}
+    texts: dict[str, str] = {}
+    for each in PLANS:
+        names[each] = {}
+        for stage, source in render.render(plan.make(winners.contract, level.config, each)).items():
+            name = f"{source.kernel.removeprefix('voltune_')}_{source.digest}.cu"
+            names[each][stage] = name
+            texts[name] = source.text
+    return names, texts
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise RequestError(
+            f"no {MANIFEST} in {folder}: no tuned set is there; run tune, or give another folder"
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RequestError(f"{path} is not JSON ({error}): restore it, or tune again") from None
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise RequestError(
+            f"{path} has schema {schema!r}, and this Voltune reads {SCHEMA}: use the version that wrote it"
+        )
+    return dict(content)
+
+
+def _check_ours(winners: Winners, folder: Path) -> None:
+    if not any(folder.iterdir()):
+        return
+    if not (folder / MANIFEST).exists():
+        raise RequestError(f"{folder} holds files but no {MANIFEST}: move them away, or give another folder")
+    owner = _manifest(folder)["ledger"]
+    if owner != winners.ledger:
+        raise RequestError(
+            f"{folder} holds the set of ledger {owner}, and this run's is {winners.ledger}: it is not overwritten; "
+            "delete the folder if the new set shall replace it, or give another one"
+        )
+
+
+def _fill(winners: Winners, folder: Path) -> None:
+    texts = rerender(winners)
+    for name, text in texts.items():
+        _replace(folder / name, text)
+    _replace(folder / MANIFEST, manifest(winners))
+    for path in folder.glob("*.cu"):
+        if path.name not in texts:
+            path.unlink()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
