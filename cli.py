@@ -322,7 +322,8 @@ def doctor_command(as_json: bool) -> None:
         print_json([item.to_dict() for item in found])
     else:
         for item in found:
-            click.echo(f"{'ok     ' if item.ok else 'missing'} {item.name:<12} {item.text}")
+            word = "ok" if item.ok else "MISSING" if item.needed else "none"
+            click.echo(f"{word:<8} {item.name:<12} {item.text}")
     if any(item.needed and not item.ok for item in found):
         sys.exit(1)
 

@@ -53,7 +53,7 @@ class Verification:
         if self.operator_gate:
             yield (
                 "The operator gate (max abs 2e-3; 256 ULP unless within 2e-6). Published: two kernels of equal "
-                "roundings, stage by stage; here: against float64 and an engine's roundings, judged by the contract's",
+                "roundings, stage by stage; here: the op against float64 and against engine roundings, one judged",
                 self._gates(),
             )
 

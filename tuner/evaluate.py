@@ -28,10 +28,14 @@ def pool(contract: Contract, tokens: int) -> tuple[tuple[tuple[int, ...], float]
     )
 
 
+def active_experts(contract: Contract, tokens: int) -> float:
+    """Experts with a row, mean over the pool."""
+    return sum(len(rows) * weight for rows, weight in pool(contract, tokens))
+
+
 def floor(contract: Contract, stage: Stage, tokens: int, dev: Device) -> float:
-    """Microseconds the stage's bytes take at full bandwidth, mean over the same routings."""
-    active = sum(len(rows) * weight for rows, weight in pool(contract, tokens))
-    return model.floor(contract, stage, active, dev)
+    """Microseconds the stage's bytes take at full bandwidth, mean over the pool."""
+    return model.floor(contract, stage, active_experts(contract, tokens), dev)
 
 
 class ModelEvaluator:

@@ -29,7 +29,7 @@ DEFAULT_GPU = "V100-PCIE-32GB"
 ROOT = Path(__file__).parent.parent
 WINNER_HEADERS = (
     *("tokens", "W13", "W2", "us", "floor us", "of floor", "default us", "registers", "verdict"),
-    *("all experts us", "note"),
+    *("one graph us", "all experts us", "note"),
 )
 
 
@@ -324,6 +324,7 @@ def winner_rows(made: Winners) -> Iterator[tuple[object, ...]]:
             level.default_us,
             f"{w13.registers}/{w2.registers}",
             f"ok {ok}/{len(level.verdicts)}",
+            None if level.whole is None else level.whole["us"],
             None if level.all_experts is None else level.all_experts["us"],
             "AMBIGUOUS" if w13.ambiguous or w2.ambiguous else "",
         )

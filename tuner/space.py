@@ -134,7 +134,7 @@ def candidates(contract: Contract, stage: Stage) -> tuple[StageConfig, ...]:
         tiles = gemm.n // tile_columns(contract)
         outer = tuple(t for t in (1, 2, 5) if tiles % t == 0)
     else:
-        outer = (4, 8, 16, 32)
+        outer = (1, 2, 4, 8, 16, 32)
     found: list[StageConfig] = []
     for first, split, unroll, r in itertools.product(outer, splits, _UNROLLS, rows):
         share = steps // split
