@@ -1,5 +1,7 @@
 """The command line: one function a command; each parses, calls, prints, and holds no logic of its own."""
 
+import errno
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,21 +11,29 @@ from typing import Any
 
 import click
 
-from tuner import checks, inspection, jobs, plan, render, verify, winners
+from tuner import checkpoint as checkpoints
+from tuner import checks, inspection, jobs, options, plan, render, verify, winners
 from tuner import contract as contracts
 from tuner import doctor as doctors
 from tuner.errors import VoltuneError
 
 
 class Group(click.Group):
-    """Turns Voltune's failures into one line on stderr and their exit status."""
+    """Turns Voltune's failures, and the file system's, into one line on stderr and their exit status."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text
         try:
             return super().invoke(ctx)
         except VoltuneError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_status)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # whoever read our output has read enough: click ends quietly
+            click.echo(f"error: {error.filename or 'input or output'}: {error.strerror or error}", err=True)
+            sys.exit(1)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,12 +66,14 @@ tokens_option = click.option(
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns; numbers to the right."""
+    """Aligned columns without the empty ones; numbers to the right."""
     lines = [list(headers), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     numeric = [all(_is_number(line[i]) for line in lines[1:]) for i in range(len(headers))]
+    filled = [any(line[i] not in ("", "-") for line in lines[1:]) for i in range(len(headers))]
     for line in lines:
         cells = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, numeric, strict=True))
+        cells = (cell for cell, keep in zip(cells, filled, strict=True) if keep)
         click.echo("  ".join(cells).rstrip())
 
 
@@ -79,9 +91,17 @@ def print_json(value: Any) -> None:
 
 @main.command("contracts")
 @click.argument("name", required=False, metavar="[NAME|FILE]")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Also check that this Hugging Face checkpoint is AWQ and fits the contract; no weight is read.",
+)
 @json_option
-def contracts_command(name: str | None, as_json: bool) -> None:
+def contracts_command(name: str | None, checkpoint: Path | None, as_json: bool) -> None:
     """List the built-in contracts, or show and check one."""
+    if name is None and checkpoint is not None:
+        raise click.UsageError("--checkpoint: name the contract that it shall fit")
     if name is None:
         found = contracts.builtin()
         if as_json:
@@ -99,11 +119,15 @@ def contracts_command(name: str | None, as_json: bool) -> None:
         )
         return
     chosen = contracts.load(name)
+    fit = None if checkpoint is None else checkpoints.check(checkpoint, chosen)
     if as_json:
-        print_json(chosen.to_dict() | {"digest": chosen.digest()})
+        found_there = {} if fit is None else {"checkpoint": {"path": fit.path, "layers": list(fit.layers)}}
+        print_json(chosen.to_dict() | {"digest": chosen.digest()} | found_there)
         return
     for key, value in inspection.describe(chosen):
         click.echo(f"{key:<22} {value}")
+    if fit is not None:
+        click.echo(f"{'checkpoint':<22} fits: AWQ GEMM, experts in {len(fit.layers)} layers from {fit.path}")
 
 
 @main.command("tune")
@@ -116,9 +140,10 @@ def contracts_command(name: str | None, as_json: bool) -> None:
     type=click.Choice(("auto", "device", "model")),
     default="auto",
     show_default=True,
-    help="device measures on this machine's GPU; model predicts for --gpu; auto measures where there is a GPU.",
+    help="device measures on this machine's GPU; model predicts for --gpu; auto measures where there is a GPU "
+    "and no --gpu is named.",
 )
-@click.option("--gpu", default=jobs.DEFAULT_GPU, show_default=True, help="The described GPU the model predicts for.")
+@click.option("--gpu", metavar="NAME", help=f"The described GPU to predict for; by default {jobs.DEFAULT_GPU}.")
 @click.option(
     "--code",
     type=click.Choice(("auto", "cubin", "ptx", "native")),
@@ -126,7 +151,13 @@ def contracts_command(name: str | None, as_json: bool) -> None:
     show_default=True,
     help="What a GPU runs: sm_70 code, its PTX, or a build for that GPU; auto is cubin on a V100, else ptx.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of routings, inputs and the search's order.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of routings, inputs and the search's order.",
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -141,8 +172,8 @@ def tune_command(
     trials: int | None,
     budget: str | None,
     evaluator: jobs.EvaluatorName,
-    gpu: str,
-    code: jobs.CodeName,
+    gpu: str | None,
+    code: options.CodeName,
     seed: int,
     output: Path,
     as_json: bool,
@@ -151,9 +182,9 @@ def tune_command(
     chosen = contracts.load(contract_name)
     request = jobs.Request(
         contract=chosen,
-        levels=jobs.levels(chosen, concurrency),
+        levels=options.levels(chosen, concurrency),
         trials=trials,
-        budget_s=jobs.seconds(budget),
+        budget_s=options.seconds(budget),
         evaluator=evaluator,
         gpu=gpu,
         code=code,
@@ -173,14 +204,14 @@ def tune_command(
 
 @contextmanager
 def progress_line() -> Iterator[jobs.Show]:
-    """One line on stderr, rewritten on a terminal, a new one a stage elsewhere."""
+    """One line on stderr, rewritten on a terminal, a new one a stage elsewhere; notes stay."""
     last = ""
 
     def show(key: str, text: str) -> None:
         nonlocal last
         if sys.stderr.isatty():
-            click.echo(f"\r\x1b[K{text}", nl=False, err=True)
-        elif key != last:
+            click.echo(f"\r\x1b[K{text}", nl=key == jobs.NOTE, err=True)
+        elif key != last or key == jobs.NOTE:
             click.echo(text, err=True)
         last = key
 
@@ -196,7 +227,14 @@ def progress_line() -> Iterator[jobs.Show]:
 @config_option
 @set_option
 @tokens_option
-@click.option("--plan", "plan_name", type=click.Choice(plan.PLANS), default="fused", show_default=True)
+@click.option(
+    "--plan",
+    "plan_name",
+    type=click.Choice(plan.PLANS),
+    default="fused",
+    show_default=True,
+    help="fused: the op in two launches; the others: its stages alone, after a compaction.",
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -214,16 +252,16 @@ def render_command(
 ) -> None:
     """Render the CUDA sources of a configuration."""
     chosen = contracts.load(contract_name)
-    configs = jobs.configs(chosen, config_key, set_folder, jobs.levels(chosen, concurrency))
+    configs = options.configs(chosen, config_key, set_folder, options.levels(chosen, concurrency))
     sources = {
-        f"{source.kernel.removeprefix('voltune_')}_{source.digest}.cu": source
+        source.file_name: source
         for config in configs.by_level.values()
         for source in render.render(plan.make(chosen, config, plan_name)).values()
     }
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         for name, source in sources.items():
-            (output / name).write_text(source.text)
+            winners.write_file(output / name, source.text)
     if as_json:
         print_json({name: {"kernel": s.kernel, "stage": s.stage, "text": s.text} for name, s in sources.items()})
     elif output is not None:
@@ -249,7 +287,7 @@ def inspect_command(
 ) -> None:
     """Show what each kernel of a level needs: registers, occupancy, bytes, and the floor those bytes set."""
     chosen = contracts.load(contract_name)
-    configs = jobs.configs(chosen, config_key, set_folder, jobs.levels(chosen, concurrency))
+    configs = options.configs(chosen, config_key, set_folder, options.levels(chosen, concurrency))
     found = inspection.inspect(chosen, configs.by_level, gpu)
     if as_json:
         print_json({"configs": configs.origin, "gpu": gpu, "kernels": [row.to_dict() for row in found]})
@@ -262,7 +300,11 @@ def inspect_command(
 @contract_option
 @config_option
 @set_option
-@tokens_option
+@click.option(
+    "--concurrency",
+    metavar="LEVELS",
+    help="Token counts, such as 8, 2-8 or 1,2,4; by default 2, 4 and 8, or the highest of a contract without them.",
+)
 @click.option(
     "--executor",
     type=click.Choice(("host", "device")),
@@ -270,7 +312,13 @@ def inspect_command(
     show_default=True,
     help="host emulates the source on the CPU; device runs it on this machine's GPU.",
 )
-@click.option("--code", type=click.Choice(("auto", "cubin", "ptx", "native")), default="auto", show_default=True)
+@click.option(
+    "--code",
+    type=click.Choice(("auto", "cubin", "ptx", "native")),
+    default="auto",
+    show_default=True,
+    help="What a GPU runs, as in tune.",
+)
 @click.option("--edges/--no-edges", default=True, show_default=True, help="Also odd ids, maps, padding, other plans.")
 @click.option("--gate/--no-gate", default=True, show_default=True, help="Also the published operator gate.")
 @click.option("--against-host", is_flag=True, help="With --executor device: also demand the CPU executor's bits.")
@@ -281,8 +329,8 @@ def verify_command(
     config_key: str | None,
     set_folder: Path | None,
     concurrency: str | None,
-    executor: jobs.ExecutorName,
-    code: jobs.CodeName,
+    executor: options.ExecutorName,
+    code: options.CodeName,
     edges: bool,
     gate: bool,
     against_host: bool,
@@ -291,24 +339,18 @@ def verify_command(
 ) -> None:
     """Check kernels against the dense references and print the operator gate; status 1 when anything is wrong."""
     chosen = contracts.load(contract_name)
-    levels = jobs.levels(chosen, concurrency) if concurrency else verify.default_tokens(chosen)
-    configs = jobs.configs(chosen, config_key, set_folder, levels)
-    with jobs.executor(executor, code) as runs:
+    levels = verify.default_tokens(chosen) if concurrency is None else options.levels(chosen, concurrency)
+    configs = options.configs(chosen, config_key, set_folder, levels)
+    with options.executor(executor, code) as runs:
         check = checks.Verification(chosen, configs, runs, edges, gate, against_host, replays)
-        if not as_json:
-            click.echo(f"{chosen.name}, {runs.name}; configurations: {configs.origin}")
+        click.echo(f"{chosen.name}, {runs.name}; configurations: {configs.origin}", err=as_json)
         for heading, rows in check.sections():
-            if as_json:
-                for _ in rows:
-                    pass
-                continue
-            click.echo(f"\n{heading}")
+            click.echo(f"\n{heading}", err=as_json)
             for line in rows:
-                click.echo(line)
+                click.echo(line, err=as_json)
+        click.echo(f"\n{check.summary()}", err=as_json)
     if as_json:
         print_json(check.to_dict())
-    else:
-        click.echo(f"\n{check.summary()}")
     if not check.ok:
         sys.exit(1)
 
@@ -319,7 +361,7 @@ def doctor_command(as_json: bool) -> None:
     """Say what this machine has, what is missing, and the command that mends it."""
     found = doctors.examine()
     if as_json:
-        print_json([item.to_dict() for item in found])
+        print_json({item.name: item.to_dict() for item in found})
     else:
         for item in found:
             word = "ok" if item.ok else "MISSING" if item.needed else "none"

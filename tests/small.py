@@ -1,5 +1,6 @@
 """A contract small enough to check every layout in seconds, and what tests need to run a plan on it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -80,3 +81,30 @@ def run(
     else:
         operands["TOPK_IDS"] = ids
     return host.execute(made, sources or render.render(made), operands, len(x), order=order)
+
+
+def work_counts(
+    small: contract.Contract, ids: np.ndarray, config: space.Config, text_of: Callable[[render.Source], str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """How often the fused plan multiplies each row: by W13 [S, I], by W2 [M, H] summed over a token's rows and
+    the parts of split K.
+
+    Work done twice leaves the result as it is, so the kernels count instead: what starts as poison, all bits set, gets
+    1 more at each write of W13, and becomes 1.0 after one write of W2 and something huge after two. `text_of` gives a
+    source's text.
+    """
+    stores = {
+        "w13": ("hidden[(long long)slot * C::kIntermediate + ", "] = value;", "1"),
+        "w2": ("routes[(split * slots + rows[r]) * ", "] = sums[r][c];", "0x3f800001"),
+    }
+    sources = {}
+    for stage, source in render.render(plan.make(small, config)).items():
+        begin, end, added = stores[stage]
+        before, after = text_of(source).split(begin)
+        index, after = after.split(end)
+        array, first = begin.split("[", 1)
+        text = f"{before}atomicAdd(reinterpret_cast<int*>({array}) + ({first}{index}), {added});{after}"
+        sources[stage] = replace(source, text=text)
+    ones = np.ones(ids.shape, np.float32)
+    outputs = run(small, inputs(small, len(ids)), ids, ones, config=config, sources=sources)
+    return outputs.hidden.view(np.int32) + 1, outputs.out

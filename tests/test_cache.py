@@ -31,8 +31,8 @@ class Maker:
 def test_the_folder_is_the_environments_or_the_users_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.cache_dir() == folder
     monkeypatch.delenv("VOLTUNE_CACHE_DIR")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert cache.cache_dir() == Path("/home/someone/.cache/voltune")
+    monkeypatch.setenv("HOME", "/nowhere/someone")
+    assert cache.cache_dir() == Path("/nowhere/someone/.cache/voltune")
 
 
 def test_an_entry_is_made_once_and_found_again() -> None:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tuner import awq
-from tuner.checkpoint import read_layer
+from tuner.checkpoint import Fit, check, read_layer
 from tuner.contract import Contract, load
 from tuner.errors import CheckpointError, ContractError
 
@@ -339,3 +339,31 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(folder: Path, tmp_path:
         )
     index.unlink()
     assert "expected model.safetensors.index.json or model.safetensors beside config.json" in refusal(folder)
+
+
+def test_a_checkpoint_that_fits_is_found_to_fit_with_its_layers(tmp_path: Path) -> None:
+    tensors = layer_tensors("model.layers.3.mlp.experts") | layer_tensors("model.layers.2.mlp.experts")
+    assert check(write(tmp_path, tensors), TP4) == Fit("model.layers.2.mlp.experts", (2, 3))
+
+
+def checked(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check(folder, TP4)
+    return str(caught.value)
+
+
+def test_the_check_refuses_another_format_before_it_asks_for_tensors(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(quantized(quant_method="compressed-tensors")))
+    assert 'quant_method = "compressed-tensors": expected "awq"' in checked(tmp_path)
+
+
+def test_the_check_looks_at_the_last_experts_last_tensor(tmp_path: Path) -> None:
+    tensors = layer_tensors("model.layers.2.mlp.experts")
+    tensors["model.layers.2.mlp.experts.2.down_proj.scales"] = np.ones((4, 64), np.float16)
+    assert "experts.2.down_proj.scales is F16 [4, 64]; " in checked(write(tmp_path, tensors))
+
+
+def test_the_check_misses_an_expert_of_a_later_layer(tmp_path: Path) -> None:
+    tensors = layer_tensors("model.layers.2.mlp.experts") | layer_tensors("model.layers.3.mlp.experts")
+    del tensors["model.layers.3.mlp.experts.1.gate_proj.qweight"]
+    assert "model.layers.3.mlp.experts has 2 experts, not 1" in checked(write(tmp_path, tensors))

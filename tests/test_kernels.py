@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small import LAYOUTS, SMALL, inputs, references, run
+from small import LAYOUTS, SMALL, inputs, references, run, work_counts
 
 from tuner import contract, plan, reference, routing, space
 
@@ -22,8 +22,9 @@ def check(small: contract.Contract, out: np.ndarray, exact: np.ndarray) -> None:
     assert difference.max_scaled_ulp < 0.6
 
 
+# All of a layout in one test, so that one process compiles its kernels.
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_float64_result_rounded_once(layout: str) -> None:
+def test_every_layout_gives_the_float64_result_rounded_once_and_in_every_plan_the_same_bits(layout: str) -> None:
     small = LAYOUTS[layout]
     x = inputs(small, len(IDS))
     got = run(small, x, IDS, route_weights(IDS))
@@ -31,16 +32,33 @@ def test_every_layout_gives_the_float64_result_rounded_once(layout: str) -> None
     check(small, got.out, want.output)
     routed = ~np.isnan(want.hidden[:, 0])
     np.testing.assert_allclose(got.hidden[routed], want.hidden[routed], rtol=3e-5, atol=1e-6)
+    for name in plan.PLANS:
+        for order in range(3):
+            other = run(small, x, IDS, route_weights(IDS), name=name, order=order)
+            assert got.out.tobytes() == other.out.tobytes(), (name, order)
+            assert got.hidden[routed].tobytes() == other.hidden[routed].tobytes(), (name, order)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", plan.PLANS)
-def test_every_plan_gives_the_fused_plans_bits(layout: str, name: plan.PlanName) -> None:
-    small = LAYOUTS[layout]
-    x = inputs(small, len(IDS))
-    fused = run(small, x, IDS, route_weights(IDS))
-    other = run(small, x, IDS, route_weights(IDS), name=name, order=1)
-    assert fused.out.tobytes() == other.out.tobytes()
+def test_more_experts_than_a_word_has_bits_and_than_the_step_has_slots_are_told_apart(name: plan.PlanName) -> None:
+    many = replace(SMALL, experts=70)
+    ids = np.array([[0, 69, 31], [32, 31, 63], [64, 5, 33], [1, 69, -1], [64, 62, 70]], np.int32)
+    x = inputs(many, len(ids))
+    want = references(many).exact(x, ids, route_weights(ids)).output
+    for order in range(3):
+        check(many, run(many, x, ids, route_weights(ids), name=name, order=order).out, want)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_each_routed_row_is_multiplied_once_and_no_other_is(rows: int) -> None:
+    """Work done twice would leave the result right, and cost the time this project is about."""
+    ids = routing.make("zipf", SMALL, 12, 4).ids
+    ids[3, 1], ids[7] = -1, 6
+    config = space.Config(space.W13Config(2, 2, 2, rows), space.W2Config(4, 2, 1, rows))
+    hidden, parts = work_counts(SMALL, ids, config, lambda source: source.text)
+    routed = (ids >= 0) & (ids < SMALL.experts)
+    assert (hidden == routed.reshape(-1, 1)).all()
+    assert (parts == config.w2.split_k * routed.sum(axis=1, keepdims=True)).all()
 
 
 @pytest.mark.parametrize("stage", space.STAGES)
@@ -48,7 +66,11 @@ def test_configs_with_the_same_split_k_give_the_same_bits(stage: space.Stage) ->
     x = inputs(SMALL, len(IDS))
     default = space.default(SMALL)
     bits: dict[int, set[bytes]] = {}
-    for config in space.candidates(SMALL, stage)[::5]:
+    chosen = space.candidates(SMALL, stage)[::7]
+    assert {name: {c.to_dict()[name] for c in chosen} for name in chosen[0].to_dict()} == {
+        name: set(values) for name, values in space.axes(SMALL, stage).items()
+    }
+    for config in chosen:
         out = run(SMALL, x, IDS, route_weights(IDS), config=replace(default, **{stage: config})).out
         check(SMALL, out, references(SMALL).exact(x, IDS, route_weights(IDS)).output)
         bits.setdefault(config.split_k, set()).add(out.tobytes())

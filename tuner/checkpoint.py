@@ -47,19 +47,12 @@ def read_layer(folder: str | Path, contract: Contract, layer: int, rank: int) ->
     """
     check_rank(contract, rank)
     folder = Path(folder)
-    config = _json(folder, "config.json")
-    text = config.get("text_config")
-    sections = [text, config] if isinstance(text, dict) else [config]  # a multimodal model's language part comes first
-    quantization = _quantization(sections, folder)
-    _check_quantization(quantization, contract, folder)
-    _check_counts(sections, contract, folder)
-    files = _tensor_files(folder)
-    experts = _find_experts(files, layer, contract, folder)
-    _check_converted(quantization, experts.path, folder)
+    files, layers = _layers(folder, contract)
+    experts = _experts(layers, layer, contract, folder)
     local = contract.local_intermediate
     part = slice(rank * local, (rank + 1) * local)
     gate, up, down = experts.projections
-    wide, tall = (contract.hidden, contract.intermediate), (contract.intermediate, contract.hidden)
+    wide, tall = _shapes(contract)
     with ExitStack() as stack:
         reader = _Reader(folder, files, contract, stack)
 
@@ -76,6 +69,38 @@ def read_layer(folder: str | Path, contract: Contract, layer: int, rank: int) ->
                 yield reader.matrix(f"{experts.path}.{expert}.{down}", tall, part, slice(0, tall[1]))
 
         return LayerWeights(pack(contract, "w13", w13()), pack(contract, "w2", w2()))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `check` looked at: `path` of the experts of the first of `layers`, the layers that have experts."""
+
+    path: str
+    layers: tuple[int, ...]
+
+
+def check(folder: str | Path, contract: Contract) -> Fit:
+    """Whether the checkpoint is of the contract, from its headers alone: no weight is read.
+
+    Looks at format, counts, the experts of every layer by name, and the first such layer's tensors by dtype and shape.
+    Raises CheckpointError as `read_layer` does, but for scales f16 cannot hold.
+    """
+    folder = Path(folder)
+    files, layers = _layers(folder, contract)
+    found = [_experts(layers, layer, contract, folder) for layer in layers.found]
+    gate, up, down = found[0].projections
+    wide, tall = _shapes(contract)
+    with ExitStack() as stack:
+        reader = _Reader(folder, files, contract, stack)
+        for expert in range(contract.experts):
+            for name, shape in ((gate, wide), (up, wide), (down, tall)):
+                reader.check(f"{found[0].path}.{expert}.{name}", shape)
+    return Fit(found[0].path, tuple(layers.found))
+
+
+def _shapes(contract: Contract) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Full [K, N] of gate and up, and of down, as the checkpoint has them."""
+    return (contract.hidden, contract.intermediate), (contract.intermediate, contract.hidden)
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
@@ -176,8 +201,28 @@ class _Experts:
     projections: tuple[str, str, str]  # gate, up, down
 
 
-def _find_experts(files: Mapping[str, str], layer: int, contract: Contract, folder: Path) -> _Experts:
-    """Where the layer's experts are. Of several stacks of layers the longest is the model; a draft head is short."""
+@dataclass(frozen=True)
+class _Layers:
+    stem: str  # "model.layers"
+    found: Mapping[int, Mapping[int, _Experts]]  # layer -> expert -> where, layers ascending
+    quantization: Mapping[str, Any]
+
+
+def _layers(folder: Path, contract: Contract) -> tuple[dict[str, str], _Layers]:
+    """Tensor name -> file, and the layers with experts, of a checkpoint whose config.json fits the contract."""
+    config = _json(folder, "config.json")
+    text = config.get("text_config")
+    sections = [text, config] if isinstance(text, dict) else [config]  # a multimodal model's language part comes first
+    quantization = _quantization(sections, folder)
+    _check_quantization(quantization, contract, folder)
+    _check_counts(sections, contract, folder)
+    files = _tensor_files(folder)
+    stem, found = _stack(files, folder)
+    return files, _Layers(stem, found, quantization)
+
+
+def _stack(files: Mapping[str, str], folder: Path) -> tuple[str, dict[int, dict[int, _Experts]]]:
+    """The model's stack of layers: of several the longest, since a draft head is short."""
     stacks: dict[str, dict[int, dict[int, _Experts]]] = {}
     for name in files:
         if match := _EXPERT.fullmatch(name):
@@ -196,20 +241,26 @@ def _find_experts(files: Mapping[str, str], layer: int, contract: Contract, fold
         raise CheckpointError(
             f"{folder}: {' and '.join(sorted(stems))} hold experts of {longest} layers each; expected one such stack"
         )
-    layers = stacks[stems[0]]
-    if layer not in layers:
+    return stems[0], dict(sorted(stacks[stems[0]].items()))
+
+
+def _experts(layers: _Layers, layer: int, contract: Contract, folder: Path) -> _Experts:
+    """Where the layer's experts are, all of which it has, and all of them quantised."""
+    if layer not in layers.found:
         raise CheckpointError(
-            f"{folder}: layer {layer} has no experts; {stems[0]} has them in {len(layers)} layers "
-            f"from {min(layers)} to {max(layers)}"
+            f"{folder}: layer {layer} has no experts; {layers.stem} has them in {len(layers.found)} layers "
+            f"from {min(layers.found)} to {max(layers.found)}"
         )
-    missing = sorted(set(range(contract.experts)) - set(layers[layer]))
-    path = next(iter(layers[layer].values())).path
-    if missing or len(layers[layer]) != contract.experts:
+    found = layers.found[layer]
+    missing = sorted(set(range(contract.experts)) - set(found))
+    first = next(iter(found.values()))
+    if missing or len(found) != contract.experts:
         raise CheckpointError(
-            f"{folder}: {path} has {len(layers[layer])} experts{f', not {missing[0]}' if missing else ''}; "
+            f"{folder}: {first.path} has {len(found)} experts{f', not {missing[0]}' if missing else ''}; "
             f"contract {contract.name!r} has {contract.experts}"
         )
-    return next(iter(layers[layer].values()))
+    _check_converted(layers.quantization, first.path, folder)
+    return first
 
 
 def _check_converted(quantization: Mapping[str, Any], path: str, folder: Path) -> None:
@@ -231,27 +282,34 @@ class _Reader:
 
     def matrix(self, name: str, shape: tuple[int, int], rows: slice, columns: slice) -> Integers:
         """Rows and columns of the AWQ matrix `name` of full `shape` [K, N], with the contract's runtime groups."""
-        (k, n), coarse, fine = shape, self._contract.checkpoint_group, self._contract.group
+        coarse, fine = self._contract.checkpoint_group, self._contract.group
         words = slice(columns.start // 8, columns.stop // 8)
         groups = slice(rows.start // coarse, -(-rows.stop // coarse))
-        q = self._part(f"{name}.qweight", ("I32",), (k, n // 8), rows, words)
-        z = self._part(f"{name}.qzeros", ("I32",), (k // coarse, n // 8), groups, words)
-        s = self._part(f"{name}.scales", ("F16", "BF16"), (k // coarse, n), groups, columns)
+        qweight, qzeros, scales = self.check(name, shape)
+        q, z, s = (
+            np.ascontiguousarray(part)
+            for part in (qweight[rows, words], qzeros[groups, words], scales[groups, columns])
+        )
         # A rank may begin inside a checkpoint group, never inside a runtime group.
         first = (rows.start - groups.start * coarse) // fine
         kept = slice(first, first + (rows.stop - rows.start) // fine)
         zeros = np.repeat(unpack_columns(z.view(np.uint32)), coarse // fine, axis=0)[kept]
-        scales = np.repeat(_half(s, name), coarse // fine, axis=0)[kept]
-        return Integers(unpack_columns(q.view(np.uint32)), zeros, scales)
+        halves = np.repeat(_half(s, name), coarse // fine, axis=0)[kept]
+        return Integers(unpack_columns(q.view(np.uint32)), zeros, halves)
 
-    def _part(
-        self, name: str, dtypes: tuple[str, ...], shape: tuple[int, int], rows: slice, columns: slice
-    ) -> NDArray[Any]:
+    def check(self, name: str, shape: tuple[int, int]) -> tuple[Any, Any, Any]:
+        """qweight, qzeros and scales of the AWQ matrix `name` of full `shape` [K, N], unread: safetensors' slices."""
+        (k, n), groups = shape, shape[0] // self._contract.checkpoint_group
+        return (
+            self._tensor(f"{name}.qweight", ("I32",), [k, n // 8]),
+            self._tensor(f"{name}.qzeros", ("I32",), [groups, n // 8]),
+            self._tensor(f"{name}.scales", ("F16", "BF16"), [groups, n]),
+        )
+
+    def _tensor(self, name: str, dtypes: tuple[str, ...], shape: list[int]) -> Any:
         file = self._files.get(name)
         if file is None:
-            raise CheckpointError(
-                f"{self._folder}: tensor {name} is missing; expected {' or '.join(dtypes)} {list(shape)}"
-            )
+            raise CheckpointError(f"{self._folder}: tensor {name} is missing; expected {' or '.join(dtypes)} {shape}")
         if file not in self._opened:
             self._opened[file] = _open(self._folder / file, self._stack)
         try:
@@ -260,12 +318,12 @@ class _Reader:
             raise CheckpointError(
                 f"{self._folder / file}: no tensor {name}, though the index says so; download it again"
             ) from None
-        if tensor.get_dtype() not in dtypes or list(tensor.get_shape()) != list(shape):
+        if tensor.get_dtype() not in dtypes or list(tensor.get_shape()) != shape:
             raise CheckpointError(
                 f"{self._folder / file}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; "
-                f"contract {self._contract.name!r} makes it {' or '.join(dtypes)} {list(shape)}"
+                f"contract {self._contract.name!r} makes it {' or '.join(dtypes)} {shape}"
             )
-        return np.ascontiguousarray(tensor[rows, columns])
+        return tensor
 
 
 def _half(scales: NDArray[Any], name: str) -> NDArray[np.float16]:

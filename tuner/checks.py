@@ -7,8 +7,9 @@ from typing import Any
 
 from tuner import gate, verify
 from tuner.contract import Contract
+from tuner.errors import LaunchFailed, RequestError, TrialTimeout
 from tuner.gate import GateRow
-from tuner.jobs import Configs
+from tuner.options import Configs
 from tuner.verify import HostExecutor, Layers, Verdict
 
 _CASE = "{:<44} {:>9} {:>9} {:>7} {:>9} {:>10} {:>11}  {}"
@@ -17,7 +18,10 @@ _GATE = "{:>4} {:>6}  {:<12} {:<9} {:<8} {:>10} {:>8} {:>6} {:>10}  {:<5} {}"
 
 @dataclass
 class Verification:
-    """Runs `sections` and keeps what they found. `replays`: runs of each case that must give the same bits."""
+    """Runs `sections` and keeps what they found. `replays`: runs of each case that must give the same bits.
+
+    Raises RequestError for a comparison of the CPU executor with itself.
+    """
 
     contract: Contract
     configs: Configs
@@ -28,15 +32,19 @@ class Verification:
     replays: int
     verdicts: list[Verdict] = field(default_factory=list)
     gates: list[GateRow] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what kept the gate from its rows
 
     def __post_init__(self) -> None:
+        if self.against_host and isinstance(self.executor, HostExecutor):
+            raise RequestError("--against-host compares a GPU's bits with the CPU's: give --executor device with it")
         self._layers = Layers(self.contract)
         self._host = HostExecutor() if self.against_host else None
 
     @property
     def ok(self) -> bool:
-        """Whether every case is right, and every row that the gate judges passes."""
-        return bool(self.verdicts) and all(each.ok for each in self.verdicts) and not self._broken_gates()
+        """Whether every case is right, and every row that the gate judges is there and passes."""
+        right = bool(self.verdicts) and all(each.ok for each in self.verdicts)
+        return right and not self._broken_gates() and not self.faults
 
     def _broken_gates(self) -> list[GateRow]:
         return [row for row in self.gates if row.gated and not row.ok]
@@ -66,9 +74,9 @@ class Verification:
 
     def _edges(self) -> Iterator[str]:
         yield _CASE.format("case", "rel. L2", "max abs", "ulp", "hidden L2", "to engine", "digest", "")
-        config = next(iter(self.configs.by_level.values()))
-        check = partial(verify.verify_edges, self._layers, config)
-        yield from self._lines(check(self.executor), partial(check, plans=("fused",)))
+        for config in dict.fromkeys(self.configs.by_level.values()):
+            check = partial(verify.verify_edges, self._layers, config)
+            yield from self._lines(check(self.executor), partial(check, plans=("fused",)))
 
     def _lines(self, runs: Iterator[Verdict], again: Callable[[HostExecutor], Iterator[Verdict]]) -> Iterator[str]:
         others = again(self._host) if self._host else None
@@ -85,25 +93,14 @@ class Verification:
             *("rank", "tokens", "routing", "stage", "against", "max abs", "max ULP", "signs", "non-finite", "gate"),
             "published",
         )
-        levels = self.configs.by_level
-        for level, config in levels.items():
-            for row in gate.gate(self._layers, config, self.executor, tokens=(level,)):
-                self.gates.append(row)
-                d = row.difference
-                published = "" if row.published is None else f"{row.published[0]:.3g} / {row.published[1]} ULP"
-                yield _GATE.format(
-                    row.rank,
-                    row.tokens,
-                    row.routing,
-                    row.stage,
-                    row.against,
-                    f"{d.max_abs:.3g}",
-                    d.max_ulp,
-                    d.sign_flips,
-                    d.nonfinite + d.missing_inf,
-                    ("ok" if row.ok else "over") if row.gated else "-",
-                    published,
-                )
+        for level, config in self.configs.by_level.items():
+            try:
+                for row in gate.gate(self._layers, config, self.executor, tokens=(level,)):
+                    self.gates.append(row)
+                    yield _gate_line(row)
+            except (LaunchFailed, TrialTimeout) as error:
+                self.faults.append(f"C{level}: {error}")
+                yield f"FAULT {self.faults[-1]}"
 
     def summary(self) -> str:
         """The last line."""
@@ -112,6 +109,8 @@ class Verification:
         if self.gates:
             judged = sum(row.gated for row in self.gates)
             text += f"; operator gate: {judged - len(self._broken_gates())} of {judged} judged rows pass"
+        if self.faults:
+            text += f"; kernels faulted in the gate at {len(self.faults)} levels"
         return text
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +123,18 @@ class Verification:
             "ok": self.ok,
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
             "gate": [row.to_dict() for row in self.gates],
+            "faults": self.faults,
         }
+
+
+def _gate_line(row: GateRow) -> str:
+    d = row.difference
+    return _GATE.format(
+        *(row.rank, row.tokens, row.routing, row.stage, row.against),
+        *(f"{d.max_abs:.3g}", d.max_ulp, d.sign_flips, d.nonfinite + d.missing_inf),
+        ("ok" if row.ok else "over") if row.gated else "-",
+        "" if row.published is None else f"{row.published[0]:.3g} / {row.published[1]} ULP",
+    )
 
 
 def _line(verdict: Verdict, note: str) -> str:

@@ -1,12 +1,12 @@
 """What this machine has of what Voltune uses, what is missing, and the command that mends it."""
 
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from tuner import build, cache
 from tuner.device import available
 from tuner.errors import VoltuneError
+from tuner.measure import DeviceExecutor
 
 PACKAGES = ("numpy", "jinja2", "click", "optuna", "safetensors", "ml-dtypes")
 
@@ -40,7 +41,7 @@ def examine() -> list[Finding]:
         _guarded("NVRTC", _compiler),
         _cxx(),
         _guarded("cache", _cache),
-        _gpu(),
+        _guarded("GPU", _gpu, needed=False),
     ]
 
 
@@ -57,11 +58,11 @@ def _package(name: str) -> Finding:
         return Finding(name, False, f"not installed: {sys.executable} -m pip install -e .")
 
 
-def _guarded(name: str, look: Callable[[], Finding]) -> Finding:
+def _guarded(name: str, look: Callable[[], Finding], needed: bool = True) -> Finding:
     try:
         return look()
     except VoltuneError as error:
-        return Finding(name, False, str(error))
+        return Finding(name, False, str(error), needed)
 
 
 def _compiler() -> Finding:
@@ -74,21 +75,28 @@ def _compiler() -> Finding:
 def _cxx() -> Finding:
     if shutil.which("g++") is None:
         return Finding("g++", False, "not found, and the CPU executor compiles with it: apt-get install g++")
-    said = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
     version = re.search(r"(\d+)\.\d+\.\d+", said)
     if version is None or int(version[1]) < 12:
-        return Finding("g++", False, f"{said.splitlines()[0]}; 12 or newer is needed: apt-get install g++-12")
-    return Finding("g++", True, said.splitlines()[0])
+        return Finding("g++", False, f"{said or 'does not run'}; 12 or newer is needed: apt-get install g++-12")
+    return Finding("g++", True, said)
 
 
 def _cache() -> Finding:
     folder = cache.cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        return Finding("cache", False, f"{folder} is not writable: set VOLTUNE_CACHE_DIR to a folder that is")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        text = f"{folder} cannot be written ({error.strerror or error}): set VOLTUNE_CACHE_DIR to a folder that can"
+        return Finding("cache", False, text)
     return Finding("cache", True, f"{folder}, {shutil.disk_usage(folder).free / 2**30:.0f} GiB free")
 
 
 def _gpu() -> Finding:
     ok, reason = available()
-    return Finding("GPU", ok, reason if ok else f"{reason}; tune predicts, and verify emulates", needed=False)
+    if not ok:
+        return Finding("GPU", False, f"{reason}; tune predicts, and verify emulates", needed=False)
+    with DeviceExecutor() as device:
+        text = f"{device.info.name}, driver {device.info.driver}; runs {device.mode}"
+        return Finding("GPU", True, text, needed=False)

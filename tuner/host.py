@@ -219,6 +219,11 @@ def _compiler(path: str | None) -> tuple[str, str]:
     return path, "\n".join([version, platform.machine(), *cpu])
 
 
+def require_compiler() -> None:
+    """Raises MissingTool where there is no C++ compiler to run kernels with."""
+    _compiler(shutil.which("g++"))
+
+
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

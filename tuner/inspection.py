@@ -69,7 +69,10 @@ class Kernel:
 
 
 def inspect(contract: Contract, configs: Mapping[int, Config], gpu: str) -> list[Kernel]:
-    """Both stages of each level's configuration, built for sm_70. Raises BuildFailed, InvalidConfig, RequestError."""
+    """Both stages of each level's configuration, built for the GPU's architecture.
+
+    Raises BuildFailed, MissingTool, InvalidConfig where a kernel does not fit the GPU, RequestError for an unknown GPU.
+    """
     described = model.device(gpu)
     found = []
     for tokens, config in configs.items():

@@ -1,146 +1,50 @@
-"""What the command line's long commands do: the pipeline's stages, joined."""
+"""The main job, `tune`: the pipeline's stages, joined."""
 
-import contextlib
 import datetime
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from tuner import build, choose, evaluate, model, plan, render, search, space, verify, winners
+from tuner import build, choose, evaluate, host, model, plan, render, search, verify, winners
 from tuner.contract import Contract
 from tuner.device import available
-from tuner.errors import InvalidConfig, RequestError
+from tuner.errors import MissingTool, RequestError, VoltuneError
 from tuner.evaluate import ModelEvaluator
 from tuner.ledger import Ledger
 from tuner.measure import DeviceEvaluator, DeviceExecutor
-from tuner.space import STAGES, Config, Stage, StageConfig
+from tuner.options import CodeName
+from tuner.search import SearchInterrupted
+from tuner.space import STAGES, Config
 from tuner.verify import HostExecutor, Layers, Verdict
-from tuner.winners import LevelWinner, Winners
+from tuner.winners import Winners
 
 EvaluatorName = Literal["auto", "device", "model"]
-ExecutorName = Literal["host", "device"]
-CodeName = Literal["auto", "cubin", "ptx", "native"]
 Show = Callable[[str, str], None]  # (phase, line): a line of progress, and which phase it belongs to
+NOTE = "note"  # the phase of a line that is to stay
 
 DEFAULT_GPU = "V100-PCIE-32GB"
-ROOT = Path(__file__).parent.parent
 WINNER_HEADERS = (
     *("tokens", "W13", "W2", "us", "floor us", "of floor", "default us", "registers", "verdict"),
     *("one graph us", "all experts us", "note"),
 )
 
 
-def levels(contract: Contract, text: str | None) -> tuple[int, ...]:
-    """Token counts named by "8", "2-8" or "1,2,4"; the contract's own without a text. Raises RequestError."""
-    if text is None:
-        return contract.levels
-    wanted: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if match is None:
-            raise RequestError(f"concurrency {text!r}: expected token counts such as 8, 2-8 or 1,2,4")
-        first, last = int(match[1]), int(match[2] or match[1])
-        within = {level for level in contract.levels if first <= level <= last}
-        if not within or (match[2] is None and first not in contract.levels):
-            raise RequestError(
-                f"concurrency {part.strip()!r}: contract {contract.name} has the levels "
-                f"{', '.join(map(str, contract.levels))}; name some of them, or add levels to the contract"
-            )
-        wanted |= within
-    return tuple(sorted(wanted))
-
-
-def seconds(text: str | None) -> float | None:
-    """Seconds of "90s", "10m" or "2h". Raises RequestError."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if match is None or float(match[1]) == 0:
-        raise RequestError(f"budget {text!r}: expected a time such as 90s, 10m or 2h")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
-
-
-@dataclass(frozen=True)
-class Configs:
-    """A configuration for each level, and where they come from in words."""
-
-    by_level: Mapping[int, Config]
-    origin: str
-
-
-def configs(contract: Contract, key: str | None, folder: Path | None, wanted: Sequence[int]) -> Configs:
-    """The configuration `key` names, else the winners of the set in `folder`, else of the first set found, else the
-    default. Raises RequestError where the key or the set does not fit the contract."""
-    if key is not None:
-        try:
-            chosen = space.parse(key)
-            plan.make(contract, chosen)
-        except InvalidConfig as error:
-            raise RequestError(str(error)) from None
-        return Configs(dict.fromkeys(wanted, chosen), key)
-    for place in [folder] if folder else _sets(contract):
-        found = winners.read(place)
-        if found.contract.digest() == contract.digest():
-            default = space.default(contract)
-            chosen_by = {n: found.levels[n].config if n in found.levels else default for n in wanted}
-            missing = [str(n) for n in wanted if n not in found.levels]
-            origin = f"winners of {place}" + (f", default at {', '.join(missing)}" if missing else "")
-            return Configs(chosen_by, origin)
-        if folder:
-            raise RequestError(
-                f"{folder} is tuned for a contract with digest {found.contract.digest()}, and {contract.name} has "
-                f"{contract.digest()}: give a set of this contract, or --config"
-            )
-    return Configs(dict.fromkeys(wanted, space.default(contract)), "default")
-
-
-def _sets(contract: Contract) -> list[Path]:
-    """Folders of sets of a contract of that name: a user's own before the checked-in ones, V100s before others."""
-    found = [
-        p.parent
-        for base in (Path("tuned"), ROOT / "generated")
-        for p in base.glob(f"{contract.name}/*/{winners.MANIFEST}")
-    ]
-    return sorted(found, key=lambda p: (not p.is_relative_to("tuned"), not p.name.startswith("v100"), p.name))
-
-
-@contextlib.contextmanager
-def executor(name: ExecutorName, code: CodeName) -> Iterator[verify.Executor]:
-    """What runs kernels: the CPU, or this machine's GPU. Raises MissingTool."""
-    if name == "host":
-        yield HostExecutor()
-        return
-    with DeviceExecutor(None if code == "auto" else code) as device:
-        yield device
-
-
-def target(device_name: str, word: str) -> str:
-    """A set's folder name: the GPU without brand, memory size and its commonest socket, and the word.
-
-    >>> target("V100-PCIE-32GB", "predicted"), target("NVIDIA H200", "measured"), target("V100-SXM2-32GB", "predicted")
-    ('v100-predicted', 'h200-measured', 'v100-sxm2-predicted')
-    """
-    slug = re.sub(r"^(nvidia|tesla)[ -]+|[ -]\d+gb$", "", device_name.lower().strip())
-    slug = re.sub(r"^(nvidia|tesla)[ -]+", "", slug).removesuffix("-pcie")
-    return f"{re.sub(r'[^a-z0-9]+', '-', slug)}-{word}"
-
-
 @dataclass(frozen=True)
 class Request:
-    """One `tune`."""
+    """One `tune`. `gpu` is what the model predicts for, DEFAULT_GPU where None."""
 
     contract: Contract
     levels: tuple[int, ...]
-    trials: int | None
-    budget_s: float | None
-    evaluator: EvaluatorName
-    gpu: str
-    code: CodeName
-    seed: int
     output: Path
+    trials: int | None = None
+    budget_s: float | None = None
+    evaluator: EvaluatorName = "auto"
+    gpu: str | None = None
+    code: CodeName = "auto"
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,69 +57,96 @@ class Done:
     footnotes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Bench:
+    """What times and verifies, and for what: `toolchain` is what the results depend on besides the sources."""
+
+    evaluator: ModelEvaluator | DeviceEvaluator
+    executor: verify.Executor
+    layers: Layers
+    gpu: model.Device
+    target: str
+    toolchain: Mapping[str, str] = field(default_factory=dict)
+
+
 def tune(request: Request, show: Show) -> Done:
-    """Search, choose, verify, and write the set. Raises any VoltuneError."""
-    on_gpu, reason = available()
-    if request.evaluator == "model" or (request.evaluator == "auto" and not on_gpu):
-        return _predict(request, show)
-    del reason
-    with DeviceExecutor(None if request.code == "auto" else request.code) as device:
-        return _measure(request, device, show)
+    """Search, choose, verify, and write the set; a second time, answer from the ledger.
+
+    Raises SearchInterrupted on Ctrl-C, RequestError where options contradict each other or the output holds another
+    run's set, and any other VoltuneError.
+    """
+    try:
+        if not _measures(request):
+            return _predict(request, show)
+        with DeviceExecutor(None if request.code == "auto" else request.code) as device:
+            return _measure(request, device, show)
+    except KeyboardInterrupt:
+        raise SearchInterrupted("stopped; run the same command to go on from the ledger's last trial") from None
+
+
+def _measures(request: Request) -> bool:
+    """Whether a GPU of this machine is timed; a GPU that is named is predicted for."""
+    if request.evaluator == "device" and request.gpu is not None:
+        raise RequestError(
+            f"--gpu {request.gpu} is what the model predicts for, and --evaluator device measures on this machine's "
+            "own GPU: leave one of them out"
+        )
+    found, reason = available()
+    if request.evaluator == "device" and not found:
+        raise MissingTool(f"{reason}; --evaluator model predicts without one")
+    if request.evaluator == "device" or (request.evaluator == "auto" and request.gpu is None and found):
+        return True
+    if request.code != "auto":
+        raise RequestError(
+            f"--code {request.code} says what this machine's GPU runs, and this run would predict without one: "
+            "leave it out, or give --evaluator device"
+        )
+    return False
+
+
+def target(device_name: str, word: str) -> str:
+    """A set's folder name: the GPU without brand, memory size and its commonest socket, and the word.
+
+    >>> target("V100-PCIE-32GB", "predicted"), target("NVIDIA H200", "measured"), target("V100-SXM2-32GB", "predicted")
+    ('v100-predicted', 'h200-measured', 'v100-sxm2-predicted')
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    slug = re.sub(r"^((nvidia|tesla)-)+|-\d+gb$", "", slug).removesuffix("-pcie")
+    return f"{slug}-{word}"
 
 
 def _predict(request: Request, show: Show) -> Done:
-    described = model.device(request.gpu)
+    host.require_compiler()  # winners are verified with it: not found out after the search
+    described = model.device(request.gpu or DEFAULT_GPU)
     evaluator = ModelEvaluator(request.contract, described)
-
-    def registers(stage: Stage, config: StageConfig) -> int:
-        return evaluator.image(stage, config).registers
-
-    made, folder = _run(
-        request,
-        show,
+    bench = _Bench(
         evaluator,
         HostExecutor(),
+        Layers(request.contract, request.seed),
         described,
-        registers,
-        target(described.name, "predicted"),
+        target(described.name, evaluator.word),
         {"model": evaluator.fingerprint},
     )
+    made, folder = _run(request, bench, show)
     headline = (
         f"{request.contract.name}: PREDICTED for {described.name} by a model; nothing here was measured. "
-        f"Kernels built for sm_70 by {made.toolchain['compiler']}, verified by emulation on the CPU."
+        f"Kernels built for {described.arch} by {made.toolchain['compiler']}, verified by emulation on the CPU."
     )
-    return Done(made, folder, headline, (_where(folder), "On a V100 the same command measures instead."))
+    return Done(made, folder, headline, (_where(folder), "On a machine with the GPU the same command measures."))
 
 
 def _measure(request: Request, device: DeviceExecutor, show: Show) -> Done:
-    described = model.device(device.info.name)
     layers = Layers(request.contract, request.seed)
     evaluator = DeviceEvaluator(request.contract, device, layers, seed=request.seed)
-
-    def registers(stage: Stage, config: StageConfig) -> int:
-        return evaluator.image(stage, config).registers
-
-    made, folder = _run(
-        request,
-        show,
+    bench = _Bench(
         evaluator,
         device,
-        described,
-        registers,
-        target(device.info.name, "measured"),
-        {"driver": device.info.driver, "code": device.mode},
         layers,
+        model.device(device.info.name),
+        target(device.info.name, evaluator.word),
+        {"driver": device.info.driver, "code": device.mode},
     )
-    levels = dict(made.levels)
-    for tokens in request.levels:
-        show(
-            "whole", f"C{tokens}: timing the whole op, and the same kernels over all {request.contract.experts} experts"
-        )
-        level = levels[tokens]
-        whole, baseline = evaluator.whole((level.config, "fused"), (level.config, "all-experts"), tokens=tokens)
-        levels[tokens] = replace(level, whole=whole.to_dict(), all_experts=baseline.to_dict())
-    made = replace(made, levels=levels)
-    winners.write(made, folder)
+    made, folder = _run(request, bench, show)
     headline = (
         f"{request.contract.name}: MEASURED on {device.info.name} (driver {device.info.driver}), {device.name}, "
         "CUDA graph, cold weights; every kernel verified there before it was timed."
@@ -227,36 +158,25 @@ def _where(folder: Path) -> str:
     return f"Winners: {folder}; every trial: {folder}.jsonl"
 
 
-def _run(
-    request: Request,
-    show: Show,
-    evaluator: search.Evaluator,
-    runs: verify.Executor,
-    described: model.Device,
-    registers: Callable[[Stage, StageConfig], int],
-    name: str,
-    others: Mapping[str, str],
-    layers: Layers | None = None,
-) -> tuple[Winners, Path]:
-    contract = request.contract
-    folder = request.output / contract.name / name
-    toolchain = {"compiler": build.compiler().name, "templates": templates_digest(), **others}
-    held = layers or Layers(contract, request.seed)
+def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
+    contract, evaluator = request.contract, bench.evaluator
+    folder = request.output / contract.name / bench.target
+    toolchain = {"compiler": build.compiler().name, "templates": templates_digest(), **bench.toolchain}
     circumstances = search.circumstances(contract, evaluator, seed=str(request.seed), **toolchain)
-    with Ledger.open(
-        folder.with_name(f"{folder.name}.jsonl"), contract=contract.digest(), target=name, circumstances=circumstances
-    ) as ledger:
+    file = folder.with_name(f"{folder.name}.jsonl")
+    with Ledger.open(file, contract=contract.digest(), target=bench.target, circumstances=circumstances) as ledger:
         for note in ledger.notes:
-            show("note", note)
-        earlier = _earlier(folder, ledger.id, toolchain)
+            show(NOTE, note)
+        winners.check_ours(ledger.id, folder)
+        earlier = _earlier(folder, request.levels, toolchain, show)
         job = search.Job(
             contract=contract,
             levels=request.levels,
             trials=request.trials,
             budget_s=request.budget_s,
             seed=request.seed,
-            incumbents={tokens: level.config for tokens, level in earlier.items()},
-            why_invalid=lambda stage, config: plan.why_invalid(contract, stage, config, described),
+            incumbents={} if earlier is None else {tokens: each.config for tokens, each in earlier.levels.items()},
+            why_invalid=lambda stage, config: plan.why_invalid(contract, stage, config, bench.gpu),
         )
 
         def progress(at: search.Progress) -> None:
@@ -264,34 +184,89 @@ def _run(
 
         def verdicts(config: Config, tokens: int) -> Iterator[Verdict]:
             routings = tuple(dict.fromkeys([*(each for each, _ in contract.routings), "single-hot"]))
-            yield from verify.verify(
-                held, config, runs, ranks=(0,), tokens=(tokens,), routings=routings, inputs=("gaussian",), orders=(0, 1)
+            return verify.verify(
+                bench.layers,
+                config,
+                bench.executor,
+                ranks=(0,),
+                tokens=(tokens,),
+                routings=routings,
+                inputs=("gaussian",),
+                orders=(0, 1),
+                seed=request.seed,
             )
 
         results = search.tune(job, evaluator, ledger, progress)
         chosen = choose.winners(job, results, evaluator, ledger, verdicts, progress)
         made = winners.gather(
             contract,
-            name,
+            bench.target,
             evaluator,
             chosen,
-            registers=registers,
-            floor=lambda stage, tokens: evaluate.floor(contract, stage, tokens, described),
+            registers=lambda stage, config: evaluator.image(stage, config).registers,
+            floor=lambda stage, tokens: evaluate.floor(contract, stage, tokens, bench.gpu),
             toolchain=toolchain,
             date=datetime.date.today().isoformat(),
             ledger=ledger.id,
         )
-    made = replace(made, levels={**earlier, **made.levels})
-    winners.write(made, folder)
+        if isinstance(evaluator, DeviceEvaluator):
+            made = _with_whole_op(made, evaluator, ledger, show)
+        made = _joined(made, earlier)
+        winners.write(made, folder)
     return made, folder
 
 
-def _earlier(folder: Path, ledger: str, toolchain: Mapping[str, str]) -> Mapping[int, LevelWinner]:
-    """The levels an earlier run of the same ledger and toolchain left, which a run over other levels keeps."""
+def _earlier(folder: Path, asked: Sequence[int], toolchain: Mapping[str, str], show: Show) -> Winners | None:
+    """The set that an earlier run of the same toolchain left, whose other levels are kept."""
     if not (folder / winners.MANIFEST).exists():
-        return {}
-    found = winners.read(folder)
-    return found.levels if found.ledger == ledger and found.toolchain == toolchain else {}
+        return None
+    try:
+        found = winners.read(folder)
+    except RequestError as error:
+        show(NOTE, f"{error}; it is made anew")
+        return None
+    others = sorted(set(found.levels) - set(asked))
+    if found.toolchain == toolchain:
+        return found
+    if others:
+        changed = sorted({key for key, _ in toolchain.items() ^ found.toolchain.items()})
+        show(
+            NOTE,
+            f"{folder}: its levels {', '.join(map(str, others))} were tuned under other circumstances "
+            f"({', '.join(changed)}) and leave the set: tune them again to have them back",
+        )
+    return None
+
+
+def _joined(made: Winners, earlier: Winners | None) -> Winners:
+    """With the earlier set's other levels; with its date where nothing else changed, so that its bytes stay."""
+    if earlier is None:
+        return made
+    made = replace(made, levels={**earlier.levels, **made.levels})
+    same = replace(made, date=earlier.date)
+    return same if winners.manifest(same) == winners.manifest(earlier) else made
+
+
+def _with_whole_op(made: Winners, evaluator: DeviceEvaluator, ledger: Ledger, show: Show) -> Winners:
+    """Each level with two more timings: all launches in one graph, and the same kernels walking every expert."""
+    known: dict[tuple[int, str], Mapping[str, Any]] = {(row["tokens"], row["key"]): row for row in ledger.rows("whole")}
+    levels = dict(made.levels)
+    for tokens, level in made.levels.items():
+        key = level.config.key()
+        if (tokens, key) not in known:
+            show("whole", f"C{tokens}: timing the whole op, and its kernels over all {made.contract.experts} experts")
+            try:
+                timings = evaluator.whole((level.config, "fused"), (level.config, "all-experts"), tokens=tokens)
+            except (RequestError, MissingTool):
+                raise
+            except VoltuneError as error:  # the stages' winners stand without it
+                show(NOTE, f"C{tokens}: the whole op could not be timed: {error}")
+                continue
+            whole, all_experts = (timing.to_dict() for timing in timings)
+            known[tokens, key] = ledger.append("whole", tokens=tokens, key=key, whole=whole, all_experts=all_experts)
+        found = known[tokens, key]
+        levels[tokens] = replace(level, whole=found["whole"], all_experts=found["all_experts"])
+    return replace(made, levels=levels)
 
 
 def _line(at: search.Progress, word: str) -> str:

@@ -273,7 +273,8 @@ def why_invalid(contract: Contract, stage: Stage, config: StageConfig, limits: L
     launch = _w13(contract, config, "fused") if isinstance(config, W13Config) else _w2(contract, config, "fused")
     shared = launch.shared.at(contract.max_tokens)
     if shared > limits.shared_per_block:
-        return f"{stage} {config.key()} needs {shared} bytes of shared memory; {limits.name} has {limits.shared_per_block} a block"
+        there = f"{limits.name} has {limits.shared_per_block} a block"
+        return f"{stage} {config.key()} needs {shared} bytes of shared memory; {there}"
     if launch.block > limits.threads_per_block:
         return (
             f"{stage} {config.key()} needs {launch.block} threads; {limits.name} has {limits.threads_per_block} a block"

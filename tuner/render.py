@@ -26,6 +26,11 @@ class Source:
         """16 hex digits of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
+    @property
+    def file_name(self) -> str:
+        """What its file is called, e.g. w13_fa794e6239c717e5.cu."""
+        return f"{self.kernel.removeprefix('voltune_')}_{self.digest}.cu"
+
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:

@@ -145,7 +145,7 @@ def write(winners: Winners, folder: Path) -> None:
             shutil.rmtree(fresh)
             raise
         return
-    _check_ours(winners, folder)
+    check_ours(winners.ledger, folder)
     _fill(winners, folder)
 
 
@@ -234,9 +234,8 @@ def _kernels(winners: Winners, level: LevelWinner) -> tuple[dict[str, dict[str, 
     for each in PLANS:
         names[each] = {}
         for stage, source in render.render(plan.make(winners.contract, level.config, each)).items():
-            name = f"{source.kernel.removeprefix('voltune_')}_{source.digest}.cu"
-            names[each][stage] = name
-            texts[name] = source.text
+            names[each][stage] = source.file_name
+            texts[source.file_name] = source.text
     return names, texts
 
 
@@ -244,12 +243,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise RequestError(
             f"no {MANIFEST} in {folder}: no tuned set is there; run tune, or give another folder"
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RequestError(f"{path} is not JSON ({error}): restore it, or tune again") from None
+        raise RequestError(f"{path} is not JSON ({error}): restore it, or delete the folder and tune again") from None
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise RequestError(
@@ -258,15 +257,16 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _check_ours(winners: Winners, folder: Path) -> None:
-    if not any(folder.iterdir()):
+def check_ours(ledger: str, folder: Path) -> None:
+    """Whether `write` may put a set of that ledger into `folder`. Raises RequestError as it does."""
+    if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / MANIFEST).exists():
         raise RequestError(f"{folder} holds files but no {MANIFEST}: move them away, or give another folder")
     owner = _manifest(folder)["ledger"]
-    if owner != winners.ledger:
+    if owner != ledger:
         raise RequestError(
-            f"{folder} holds the set of ledger {owner}, and this run's is {winners.ledger}: it is not overwritten; "
+            f"{folder} holds the set of ledger {owner}, and this run's is {ledger}: it is not overwritten; "
             "delete the folder if the new set shall replace it, or give another one"
         )
 
@@ -274,14 +274,14 @@ def _check_ours(winners: Winners, folder: Path) -> None:
 def _fill(winners: Winners, folder: Path) -> None:
     texts = rerender(winners)
     for name, text in texts.items():
-        _replace(folder / name, text)
-    _replace(folder / MANIFEST, manifest(winners))
+        write_file(folder / name, text)
+    write_file(folder / MANIFEST, manifest(winners))
     for path in folder.glob("*.cu"):
         if path.name not in texts:
             path.unlink()
 
 
-def _replace(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
