@@ -29,7 +29,8 @@ __device__ __forceinline__ float half_dequantise_plain(int nibble, unsigned shor
   float nearest = (float)exact;
   const double error = exact - (double)nearest;
   unsigned bits = __float_as_uint(nearest);
-  if (error != 0.0 && (bits & 1u) == 0u) bits += ((error > 0.0) == (nearest > 0.0f)) ? 1u : -1u;
+  // An infinite result has no error to speak of: infinity minus itself is NaN, and compares false.
+  if ((error < 0.0 || error > 0.0) && (bits & 1u) == 0u) bits += ((error > 0.0) == (nearest > 0.0f)) ? 1u : -1u;
   return half_to_float_plain(float_to_half_plain(__uint_as_float(bits)));
 }
 

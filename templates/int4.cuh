@@ -39,6 +39,37 @@ struct QuantizedTensors {
   const unsigned* zeros;  // awq only
 };
 
+template <class C>
+constexpr int kGroupSteps = C::kGroup / 32;  // steps that share statistics
+
+// One column's statistics in one group.
+struct Statistics {
+  unsigned short scale;
+  unsigned short bias;  // f16(-z * s)
+  unsigned zero;
+};
+
+// Column c of the four whose statistics, 3 or 4 bytes each, stand in `s`.
+template <class C>
+__device__ __forceinline__ Statistics sm70_u4_statistics(const unsigned* s, int c) {
+  Statistics found;
+  if constexpr (C::kStatsBytes == 3) {
+    // Bytes of the 12: s0 s0 z0 s1 | s1 z1 s2 s2 | z2 s3 s3 z3.
+    const unsigned triple = c == 0 ? s[0] : c == 1 ? s[0] >> 24 | s[1] << 8 : c == 2 ? s[1] >> 16 | s[2] << 16 : s[2] >> 8;
+    found.scale = (unsigned short)triple;
+    found.zero = triple >> 16 & 0xfu;
+    found.bias = C::kEngineNumerics ? bias_of(found.zero, found.scale) : (unsigned short)0;
+  } else {
+    // half2 {s, f16(-z * s)}: -b / s lies within 2^-11 of z in relative terms, so the nearest integer is z.
+    found.scale = (unsigned short)s[c];
+    found.bias = (unsigned short)(s[c] >> 16);
+    const float scale = half_to_float(found.scale);
+    const float inverse = scale == 0.0f ? 0.0f : reciprocal(scale);
+    found.zero = __float_as_uint(fmaf(-half_to_float(found.bias), inverse, 0x1.8p23f)) & 0xfu;
+  }
+  return found;
+}
+
 // sm70-u4: word(e, k, n) = e*K*N/8 + ((n/32)*(K/8) + k/8)*32 + n%32. A step of a 32-column tile is 512 contiguous bytes.
 template <class C, int K, int N>
 struct Sm70U4 {
@@ -53,49 +84,38 @@ struct Sm70U4 {
 
   const uint4* words;
   const unsigned* stats;
-  int first_step;
+  int step;
 
-  __device__ __forceinline__ Sm70U4(const QuantizedTensors& t, int expert, int column, int step) : first_step(step) {
-    const int octet = step * 4 + (lane_id() >> 3);
+  __device__ __forceinline__ Sm70U4(const QuantizedTensors& t, int expert, int column, int first) : step(first) {
+    const int octet = first * 4 + (lane_id() >> 3);
     words = reinterpret_cast<const uint4*>(t.q + (long long)expert * (K * (N / 8)) +
                                            ((column / 32) * (K / 8) + octet) * 32 + column % 32);
-    stats = static_cast<const unsigned*>(t.scales) +
-            ((long long)expert * (K / C::kGroup) * N + column) / 4 * C::kStatsBytes;
+    const long long group = (long long)expert * (K / C::kGroup) + first / kGroupSteps<C>;
+    stats = static_cast<const unsigned*>(t.scales) + (group * N + column) / 4 * C::kStatsBytes;
   }
 
-  __device__ __forceinline__ void load(Fragment& fragment, int step) const {
-    fragment.words = words[step * 32];
-    const unsigned* group = stats + (first_step + step) / (C::kGroup / 32) * (N / 4 * C::kStatsBytes);
+  // The fragment of the next step.
+  __device__ __forceinline__ void next(Fragment& fragment) {
+    fragment.words = *words;
     if constexpr (C::kStatsBytes == 4) {
-      const uint4 s = *reinterpret_cast<const uint4*>(group);
+      const uint4 s = *reinterpret_cast<const uint4*>(stats);
       fragment.stats[0] = s.x, fragment.stats[1] = s.y, fragment.stats[2] = s.z, fragment.stats[3] = s.w;
     } else {
 #pragma unroll
-      for (int i = 0; i < kStatsWords; ++i) fragment.stats[i] = group[i];
+      for (int i = 0; i < kStatsWords; ++i) fragment.stats[i] = stats[i];
     }
+    words += 32;
+    if (++step % kGroupSteps<C> == 0) stats += N / 4 * C::kStatsBytes;
   }
 
   static __device__ __forceinline__ Stats column(const Fragment& fragment, int c) {
-    const unsigned* s = fragment.stats;
+    const Statistics read = sm70_u4_statistics<C>(fragment.stats, c);
     Stats stats;
-    unsigned zero;
-    if constexpr (C::kStatsBytes == 3) {
-      // Bytes of the 12: s0 s0 z0 s1 | s1 z1 s2 s2 | z2 s3 s3 z3.
-      const unsigned triple = c == 0 ? s[0] : c == 1 ? s[0] >> 24 | s[1] << 8 : c == 2 ? s[1] >> 16 | s[2] << 16 : s[2] >> 8;
-      stats.engine_scale = (unsigned short)triple;
-      zero = triple >> 16 & 0xfu;
-      if constexpr (C::kEngineNumerics) stats.engine_bias = bias_of(zero, stats.engine_scale);
-    } else {
-      // half2 {s, f16(-z * s)}: -b / s lies within 2^-11 of z in relative terms, so the nearest integer is z.
-      stats.engine_scale = (unsigned short)s[c];
-      stats.engine_bias = (unsigned short)(s[c] >> 16);
-      const float scale = half_to_float(stats.engine_scale);
-      const float inverse = scale == 0.0f ? 0.0f : reciprocal(scale);
-      zero = __float_as_uint(fmaf(-half_to_float(stats.engine_bias), inverse, 0x1.8p23f)) & 0xfu;
-    }
+    stats.engine_scale = read.scale;
+    if constexpr (C::kEngineNumerics) stats.engine_bias = read.bias;
     stats.scale = half_to_float(stats.engine_scale);
 #pragma unroll
-    for (int place = 0; place < 4; ++place) stats.zeros[place] = above_2_23(zero << (4 * place));
+    for (int place = 0; place < 4; ++place) stats.zeros[place] = above_2_23(read.zero << (4 * place));
     return stats;
   }
 
@@ -124,22 +144,27 @@ struct Awq {
   const unsigned* words;
   const uint4* scales;
   const unsigned* zeros;
-  int first_step;
+  int step;
 
-  __device__ __forceinline__ Awq(const QuantizedTensors& t, int expert, int column, int step) : first_step(step) {
-    const int k = step * 32 + (lane_id() >> 3) * 8;
-    const long long group = (long long)expert * (K / C::kGroup) * (N / 8) + column / 8;
+  __device__ __forceinline__ Awq(const QuantizedTensors& t, int expert, int column, int first) : step(first) {
+    const int k = first * 32 + (lane_id() >> 3) * 8;
+    const long long group = ((long long)expert * (K / C::kGroup) + first / kGroupSteps<C>) * (N / 8) + column / 8;
     words = t.q + ((long long)expert * K + k) * (N / 8) + column / 8;
     scales = static_cast<const uint4*>(t.scales) + group;
     zeros = t.zeros + group;
   }
 
-  __device__ __forceinline__ void load(Fragment& fragment, int step) const {
+  // The fragment of the next step.
+  __device__ __forceinline__ void next(Fragment& fragment) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) fragment.words[k] = words[(step * 32 + k) * (N / 8)];
-    const int group = (first_step + step) / (C::kGroup / 32) * (N / 8);
-    fragment.scales = scales[group];
-    fragment.zeros = zeros[group];
+    for (int k = 0; k < 8; ++k) fragment.words[k] = words[k * (N / 8)];
+    fragment.scales = *scales;
+    fragment.zeros = *zeros;
+    words += 32 * (N / 8);
+    if (++step % kGroupSteps<C> == 0) {
+      scales += N / 8;
+      zeros += N / 8;
+    }
   }
 
   static __device__ __forceinline__ Stats column(const Fragment& f, int c) {

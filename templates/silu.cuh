@@ -1,12 +1,13 @@
 // SiLU with an exponential made of fmaf alone, so that every executor gives the same bits.
 
-// e^-x. 2^f for f in [-1/2, 1/2] is its Taylor series to f^7 (remainder 5e-9), and 2^n is put into the exponent;
-// n is clamped to normal floats, where 1 + e^-x has long reached 1, or x / (1 + e^-x) has long reached 0.
+// e^-x. x is clamped to where e^-x is a normal float: beyond, 1 + e^-x has long reached 1, or x / (1 + e^-x) long reached 0.
+// y * log2(e) = n + f with the product carried to twice a float's precision; 2^f for f in [-1/2, 1/2] is its Taylor series
+// to f^7 (remainder 5e-9), and n goes into the exponent.
 __device__ __forceinline__ float exp_negative(float x) {
-  const float t = fminf(fmaxf(x * -1.44269504f, -126.0f), 126.0f);
+  const float y = fminf(fmaxf(-x, -87.3365402f), 87.3365402f);
   const float round = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
-  const float shifted = t + round;
-  const float f = t - (shifted - round);
+  const float shifted = fmaf(y, 1.44269504f, round);
+  const float f = fmaf(y, 1.92596303e-8f, fmaf(y, 1.44269504f, -(shifted - round)));
   float p = 1.52527338e-5f;
   p = fmaf(p, f, 1.54035304e-4f);
   p = fmaf(p, f, 1.33335581e-3f);

@@ -8,49 +8,42 @@ template <class C>
 struct W2 {
   static constexpr int kK = C::kIntermediate;
   static constexpr int kN = C::kHidden;
-  using R = Reader<C, kK, kN>;
-  static constexpr int kSteps = kK / 32 / C::kSplitK;  // of a warp
-  static constexpr int kShare = kSteps * 32;
-  static constexpr int kTileColumns = 8 * R::kColumns;
+  using F = Family<C, kK, kN, float>;
+  static constexpr int kWarps = C::kWarps * C::kSplitK;
 
-  struct Arena {
+  struct alignas(16) Arena {
     int experts[C::kMaxSlots];
-    alignas(16) float hidden[C::kWarps * C::kSplitK][C::kRows][kShare];
+    float route_weights[C::kMaxSlots];
+    int slots[kWarps][F::kPassRows];
+    typename F::Shared warps[kWarps];
     // after it: float routes[kSplitK][slots][kTileColumns], as long as the step
   };
   static_assert(sizeof(Arena) == C::kArenaBytes, "the launch plan and the kernel disagree on shared memory");
-  static_assert(kK % (32 * C::kSplitK) == 0, "split-K must divide K / 32");
 
   const float* hidden;
   const float* topk_weights;
   QuantizedTensors weights;
   unsigned short* out;
 
-  template <int kRows>
-  __device__ __forceinline__ void pass(Arena& arena, float* routes, int slots, const int* rows, int count,
-                                       int expert) const {
-    const int split = warp_id() % C::kSplitK;
-    const int column = blockIdx.x * kTileColumns + (lane_id() & 7) * R::kColumns;
-    const R reader(weights, expert, column, split * kSteps);
-    Ring<C, R> ring(reader);
-    float* staged = arena.hidden[warp_id()][0];
-    __syncwarp();
+  // Weighs and adds each token's routed slots in route order, and writes the CTA's columns.
+  __device__ __forceinline__ void combine(const Arena& arena, const float* routes, int tokens) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tokens * F::kTileColumns; i += blockDim.x) {
+      const int token = i / F::kTileColumns;
+      const int column = i % F::kTileColumns;
+      float sum = 0.0f;
+#pragma unroll 2
+      for (int slot = token * C::kTopK; slot < (token + 1) * C::kTopK; ++slot) {
+        if (arena.experts[slot] < 0) continue;
+        float route = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      stage_row<R>(staged + r * kShare, hidden + (long long)rows[r] * kK + split * kShare, kShare);
-    }
-    __syncwarp();
-    float sums[kRows][R::kColumns];
-    multiply<C, R, kSteps, kRows>(reader, ring, staged, sums);
-    if (lane_id() < 8) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r >= count) break;
-#pragma unroll
-        for (int c = 0; c < R::kColumns; ++c) {
-          routes[(split * slots + rows[r]) * kTileColumns + lane_id() * R::kColumns + c] = sums[r][c];
+        for (int part = 0; part < C::kSplitK; ++part) {
+          route += routes[(part * tokens * C::kTopK + slot) * F::kTileColumns + column];
         }
+        if constexpr (C::kEngineNumerics) route = round_to_half(route);
+        sum = fmaf(arena.route_weights[slot], route, sum);
       }
+      out[(long long)token * kN + blockIdx.x * F::kTileColumns + column] = float_to_half(sum);
     }
   }
 
@@ -58,33 +51,33 @@ struct W2 {
   __device__ __forceinline__ void run(Segments segments) const {
     Arena& arena = shared_arena<Arena>();
     float* routes = reinterpret_cast<float*>(&arena + 1);
-    segments.stage(arena.experts);
     const int tokens = segments.tokens();
-    const int slots = tokens * C::kTopK;
+    // Asked for now, needed last: its latency is hidden behind the weights'.
+#pragma unroll 1
+    for (int slot = threadIdx.x; slot < tokens * C::kTopK; slot += blockDim.x) {
+      arena.route_weights[slot] = topk_weights[slot];
+    }
+    segments.begin(arena.experts);
+    segments.routed(arena.experts);
+    const int split = warp_id() % C::kSplitK;
+    const int step = split * F::kSteps;
+    const int column = blockIdx.x * F::kTileColumns + F::column_group() * F::kLaneColumns;
+    float* outputs = routes + split * tokens * C::kTopK * F::kTileColumns;
+    int* slots = arena.slots[warp_id()];
+#pragma unroll 1
     for (int i = warp_id() / C::kSplitK; i < segments.count(); i += C::kWarps) {
       if (!segments.open(i)) continue;
-      for (Pass<C::kRows> rows(segments); rows.count > 0; rows = Pass<C::kRows>(segments)) {
-        if (C::kRows == 1 || rows.count == 1) {
-          pass<1>(arena, routes, slots, rows.slots, 1, segments.expert);
-        } else {
-          pass<C::kRows>(arena, routes, slots, rows.slots, rows.count, segments.expert);
-        }
+#pragma unroll 1
+      while (true) {
+        const int count = next_rows<F::kPassRows>(segments, slots);
+        if (count == 0) break;
+        F::multiply(
+            weights, segments.expert, column, step, arena.warps[warp_id()], count,
+            [&](int r) { return hidden + (long long)slots[r] * kK + step * 32; },
+            [&](int r, int c, float sum) { outputs[slots[r] * F::kTileColumns + c] = sum; });
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < tokens * kTileColumns; i += blockDim.x) {
-      const int token = i / kTileColumns;
-      const int column = i % kTileColumns;
-      float sum = 0.0f;
-      for (int slot = token * C::kTopK; slot < (token + 1) * C::kTopK; ++slot) {
-        if (arena.experts[slot] < 0) continue;
-        float route = 0.0f;
-#pragma unroll
-        for (int part = 0; part < C::kSplitK; ++part) route += routes[(part * slots + slot) * kTileColumns + column];
-        if constexpr (C::kEngineNumerics) route = round_to_half(route);
-        sum = fmaf(topk_weights[slot], route, sum);
-      }
-      out[(long long)token * kN + blockIdx.x * kTileColumns + column] = float_to_half(sum);
-    }
+    combine(arena, routes, tokens);
   }
 };

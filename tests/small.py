@@ -32,6 +32,9 @@ LAYOUTS = {
     "awq group 64": replace(SMALL, layout="awq", stats_bytes=0, interleaved=False, checkpoint_group=64, group=64),
 }
 
+# On tensor cores: split K, a ring that turns, several tiles a CTA.
+TENSOR = space.Config(space.W13Config("tensor", 2, 2, 2, 8), space.W2Config("tensor", 4, 1, 1, 4))
+
 
 @lru_cache
 def weights(small: contract.Contract) -> awq.LayerWeights:
@@ -94,8 +97,8 @@ def work_counts(
     source's text.
     """
     stores = {
-        "w13": ("hidden[(long long)slot * C::kIntermediate + ", "] = value;", "1"),
-        "w2": ("routes[(split * slots + rows[r]) * ", "] = sums[r][c];", "0x3f800001"),
+        "w13": ("hidden[(long long)slots[r] * C::kIntermediate + ", "] = activate(gate, up);", "1"),
+        "w2": ("outputs[slots[r] * ", "] = sum;", "0x3f800001"),
     }
     sources = {}
     for stage, source in render.render(plan.make(small, config)).items():

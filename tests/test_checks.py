@@ -17,7 +17,7 @@ from tuner.space import Config, W2Config, W13Config
 from tuner.verify import HostExecutor
 
 DEFAULT = space.default(SMALL)
-OTHER = Config(W13Config(1, 4, 1, 2), W2Config(8, 1, 1, 2))
+OTHER = Config(W13Config("simt", 1, 4, 1, 2), W2Config("simt", 8, 1, 1, 2))
 Spoil = Callable[[Plan, Mapping[str, Any], Outputs], Outputs | None]
 
 

@@ -135,8 +135,11 @@ def test_a_misspelt_contract_gets_the_name_that_was_meant() -> None:
         (("tune", "--trials", "0"), ("--trials", "x>=1")),
         (("tune", "--seed", "-1"), ("--seed", "x>=0")),
         (("inspect", "--gpu", "V101"), ("no description of device 'V101'", "V100-PCIE-32GB")),
-        (("inspect", "--config", "t1-k4"), ("config 't1-k4'", "t1-k8-u5-r2+s16-k1-u5-r2")),
-        (("inspect", "--config", "t1-k3-u1-r1+s16-k1-u2-r2"), ("w13 config t1-k3-u1-r1", "must divide the 4 steps")),
+        (("inspect", "--config", "t1-k4"), ("config 't1-k4'", "simt-t1-k8-u5-r2+simt-s16-k1-u5-r2")),
+        (
+            ("inspect", "--config", "simt-t1-k3-u1-r1+simt-s16-k1-u2-r2"),
+            ("w13 config simt-t1-k3-u1-r1", "must divide the 4 steps"),
+        ),
         (("inspect", "--set", "gone"), ("no manifest.json in gone", "give another folder")),
         (("inspect", "--set", "gone", "--config", tiny.KEY), ("--config", "--set", "give one of them")),
         (("verify", "--code", "ptx"), ("--code ptx", "--executor device")),

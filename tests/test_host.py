@@ -223,6 +223,55 @@ def test_a_warp_barrier_orders_shared_memory_between_lanes(order: int) -> None:
     assert run(body, shared=128, order=order).tolist() == [(31 - t) ** 2 for t in range(32)]
 
 
+def mma_m8n8k4(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """f32 [32, 8]: what every lane holds after mma.m8n8k4.row.col.f32.f16.f16.f32, from f16 [32, 4] of A and of B and
+    f32 [32, 8] of C; by PTX ISA, "Matrix Fragments for mma.m8n8k4 with .f16 floating point type"."""
+    d = np.empty_like(c)
+    for first in (0, 4, 8, 12):  # computation n of four: lanes 4n..4n+3 and 16+4n..16+4n+3
+        lanes = [*range(first, first + 4), *range(first + 16, first + 20)]
+        whole_a, whole_b, whole_c = np.zeros((8, 4)), np.zeros((4, 8)), np.zeros((8, 8))
+        places = {}
+        for lane in lanes:
+            outer = lane % 4 if lane < 16 else lane % 4 + 4
+            for i in range(4):
+                whole_a[outer, i] = a[lane, i]
+                whole_b[i, outer] = b[lane, i]
+            for i in range(8):
+                x = (lane & 0b1) + (i & 0b10)
+                places[lane, i] = (x if lane < 16 else x + 4, (i & 0b100) + (lane & 0b10) + (i & 0b1))
+                whole_c[places[lane, i]] = c[lane, i]
+        assert len(set(places.values())) == 64
+        product = whole_a @ whole_b + whole_c
+        for at, place in places.items():
+            d[at] = product[place]
+    return d
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_the_twin_of_mma_m8n8k4_has_the_fragments_of_the_ptx_isa(order: int) -> None:
+    rng = np.random.default_rng(order)
+    # A: any finite f16 below 16, subnormals too. B: quarters. So the sums of products are exact in float64.
+    a = rng.integers(0, 0x4C00, (32, 4, 8), np.uint16) | (rng.integers(0, 2, (32, 4, 8), np.uint16) << np.uint16(15))
+    b = (rng.integers(-32, 33, (32, 8)) / 4).astype(np.float16)
+    c = rng.standard_normal((32, 4, 8)).astype(np.float32)
+    body = f"""{LANE}
+    unsigned pairs[4][4], row[4];
+    float d[32];
+    for (int i = 0; i < 16; ++i) pairs[i / 4][i % 4] = a[t * 16 + i];
+    for (int i = 0; i < 4; ++i) row[i] = b[t * 4 + i];
+    for (int i = 0; i < 32; ++i) d[i] = c[t * 32 + i];
+    voltune_mma_m8n8k4(d, pairs, row);
+    for (int i = 0; i < 32; ++i) out[t * 32 + i] = d[i];"""
+    given = {"a": a.view(np.uint32).reshape(512), "b": b.view(np.uint32).reshape(128), "c": c.reshape(1024)}
+    got = run(body, given, ("float32", 1024), order=order).reshape(32, 4, 8)
+    halves = a.view(np.float16)
+    for column in range(4):
+        # Eight k are two of its four; the twin rounds once, after both.
+        low = mma_m8n8k4(halves[:, column, :4], b[:, :4], np.zeros((32, 8)))
+        want = mma_m8n8k4(halves[:, column, 4:], b[:, 4:], low + c[:, column])
+        assert got[:, column].tobytes() == want.astype(np.float32).tobytes()
+
+
 def test_bits_and_numbers_are_converted_and_counted_as_on_a_gpu() -> None:
     words = {
         "__popc(0xf0f00001u)": 9,
@@ -459,6 +508,10 @@ COLLECTIVES = [
     ),
     (f"out[t] = __any_sync(t < 9 ? {FULL} : 0xffffff00u, t);", "mask 0xffffff00)"),
     ("out[t] = __any_sync(t < 9 ? 0x1ffu : 0xffffff00u, t);", "mask 0xffffff00)"),
+    (
+        "unsigned a[4][4] = {}, b[4] = {}; float d[32] = {};\nif (t != 9) voltune_mma_m8n8k4(d, a, b);",
+        "mma.m8n8k4 names thread 9, which has exited or does not exist",
+    ),
     ("out[t] = __ballot_sync(0xffu, 1);", "__ballot_sync with a mask that lacks the caller's own lane"),
 ]
 

@@ -54,7 +54,7 @@ def test_the_row_has_a_cell_for_every_header_and_the_json_every_field() -> None:
 
 
 def test_a_kernel_that_does_not_fit_the_gpu_is_refused_with_what_it_needs() -> None:
-    large = Config(DEFAULT.w13, W2Config(32, 1, 5, 8))
+    large = Config(DEFAULT.w13, W2Config("simt", 32, 1, 5, 8))
     with pytest.raises(InvalidConfig, match="1024 threads"):
         inspection.inspect(QWEN, {8: large}, "V100-PCIE-32GB")
 

@@ -143,7 +143,6 @@ def test_a_dequantised_weight_is_as_worked_out_by_hand(nibble: int, scale: float
     np.testing.assert_array_equal(got, np.array([weight], np.float32))
 
 
-@pytest.mark.xfail(reason="an error of NaN is taken for one to round by, which turns -infinity into a NaN", strict=True)
 def test_an_infinite_bias_below_zero_makes_an_infinite_weight() -> None:
     got = as_float(on_cpu(HALF_DEQUANTISE, np.array([1], np.uint16), half_bits(1.0), half_bits(-np.inf)))
     assert got.tolist() == [-np.inf]
@@ -158,37 +157,38 @@ def test_reciprocals_are_the_nearest_floats() -> None:
 
 # SiLU
 
-LOG2_126 = 87.33  # 126 ln 2, where the exponential is clamped
-RANGE = np.linspace(-LOG2_126, LOG2_126, 400_001, dtype=np.float32)
+CLAMP = float(np.float32(126 * np.log(2)))  # where the exponential's argument is held
+RANGE = np.concatenate(
+    [
+        np.linspace(-CLAMP, CLAMP, 400_001, dtype=np.float32)[1:-1],
+        np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32),
+    ]
+)
 
 
-def test_the_exponential_is_right_to_4e_6_up_to_its_clamp_and_to_1e_6_up_to_20() -> None:
+def test_the_exponential_is_right_to_1e_7_up_to_its_clamp() -> None:
     got, want = as_float(on_cpu(EXP_NEGATIVE, RANGE)), np.exp(-RANGE.astype(np.float64))
-    assert relative_error(got, want) < 4e-6
-    near = np.abs(RANGE) < 20
-    assert relative_error(got[near], want[near]) < 1e-6
-    assert relative_error(got[np.abs(RANGE) < 1], want[np.abs(RANGE) < 1]) < 1.2e-7  # a float's own rounding: 6e-8
+    assert relative_error(got, want) < 1e-7  # a float's own rounding: 6e-8
 
 
-def test_the_exponential_never_grows_with_x() -> None:
+def test_the_exponential_grows_with_x_by_no_more_than_rounding() -> None:
     x = np.sort(np.concatenate([RANGE, np.float32(0.34657359) * np.arange(-252, 253, dtype=np.float32)]))
-    got = as_float(on_cpu(EXP_NEGATIVE, x)).astype(np.float64)
-    assert (got[1:] <= got[:-1] * (1 + 2e-7)).all()  # 2^f wraps from 2^-1/2 to 2^1/2 where n steps
+    got = as_float(on_cpu(EXP_NEGATIVE, x))
+    assert (got[1:] <= np.nextafter(got[:-1], np.float32(np.inf))).all()  # 2^f wraps from 2^-1/2 to 2^1/2 where n steps
 
 
 @pytest.mark.parametrize("x", [88.0, 1000.0, 3e38, float("inf"), -88.0, -1000.0, -3e38, -float("inf"), float("nan")])
-def test_past_its_clamp_the_exponential_is_2_to_the_126_or_its_inverse(x: float) -> None:
+def test_past_its_clamp_the_exponential_stays_next_to_2_to_the_126_or_its_inverse(x: float) -> None:
     want = 2.0**126 if x < 0 else 2.0**-126
-    assert as_float(on_cpu(EXP_NEGATIVE, np.array([x], np.float32))).tolist() == [want]
+    assert relative_error(as_float(on_cpu(EXP_NEGATIVE, np.array([x], np.float32))), np.array([want])) < 1e-5
 
 
-def test_silu_is_right_to_4e_6_up_to_the_clamp_and_to_2_float_spacings_up_to_1() -> None:
+def test_silu_is_right_to_2e_7_and_to_2_and_a_half_float_spacings_up_to_the_clamp() -> None:
     x = RANGE[RANGE != 0]
     got, want = as_float(on_cpu(SILU, x)), silu64(x)
-    assert relative_error(got, want) < 4e-6
-    near = np.abs(x) <= 1
-    spacing = np.spacing(np.abs(want[near]).astype(np.float32)).astype(np.float64)
-    assert np.max(np.abs(got[near].astype(np.float64) - want[near]) / spacing) < 2.5
+    assert relative_error(got, want) < 2e-7
+    spacing = np.spacing(np.abs(want).astype(np.float32)).astype(np.float64)
+    assert np.max(np.abs(got.astype(np.float64) - want) / spacing) < 2.5
 
 
 def test_silu_keeps_zeros_subnormals_infinity_and_nan() -> None:

@@ -15,7 +15,7 @@ from tuner.winners import LevelWinner, StageWinner, Winners
 
 # SMALL has the levels 1, 2, 5 and 12.
 DEFAULT = space.default(SMALL)
-OTHER = Config(W13Config(2, 4, 1, 1), W2Config(8, 1, 1, 1))
+OTHER = Config(W13Config("simt", 2, 4, 1, 1), W2Config("simt", 8, 1, 1, 1))
 
 
 @pytest.mark.parametrize(

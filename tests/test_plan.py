@@ -19,13 +19,15 @@ class Limits:
 
 
 def test_the_fused_plan_is_two_launches_sized_by_the_step() -> None:
-    made = plan.make(QWEN, replace(DEFAULT, w13=space.W13Config(2, 8, 5, 2), w2=space.W2Config(16, 1, 5, 2)))
+    made = plan.make(
+        QWEN, replace(DEFAULT, w13=space.W13Config("simt", 2, 8, 5, 2), w2=space.W2Config("simt", 16, 1, 5, 2))
+    )
     w13, w2 = made.launches
     assert [w13.grid[0].at(4), w13.grid[1].at(4)] == [5, 40]  # 10 column tiles in twos; 4 tokens x 10 slots
     assert w13.block == 512
     assert [w2.grid[0].at(4), w2.grid[1].at(4)] == [80, 1]
-    # Slots, 16 warps x 2 rows x 160 floats, then a float for each slot and column.
-    assert w2.shared.at(4) == 320 + 16 * 2 * 160 * 4 + 40 * 32 * 4
+    # Experts and weights of 80 slots; 16 warps' slots and rows, 2 of 160 floats; then a float for each slot and column.
+    assert w2.shared.at(4) == 2 * 320 + 16 * 2 * 4 + 16 * 2 * 160 * 4 + 40 * 32 * 4
 
 
 def test_the_all_experts_plan_walks_every_expert() -> None:
@@ -54,9 +56,9 @@ def test_an_unknown_plan_is_refused_by_name() -> None:
 
 
 def test_a_config_beyond_a_devices_shared_memory_says_how_much_it_needs() -> None:
-    config = space.W13Config(5, 2, 8, 8)  # activations alone: 5 tiles x 8 rows x 2560 floats
+    config = space.W13Config("simt", 5, 2, 8, 8)  # activations alone: 5 tiles x 8 rows x 2560 floats
     reason = plan.why_invalid(QWEN, "w13", config, Limits())
-    assert reason is not None and "98304" in reason and "t5-k2-u8-r8" in reason
+    assert reason is not None and "98304" in reason and "simt-t5-k2-u8-r8" in reason
     assert plan.why_invalid(QWEN, "w13", DEFAULT.w13, Limits()) is None
 
 

@@ -27,7 +27,9 @@ def test_rendering_twice_gives_the_same_bytes_and_a_new_name_changes_none() -> N
 def test_only_the_constants_differ_between_two_configs() -> None:
     default = space.default(QWEN)
     one = render.render(plan.make(QWEN, default))["w13"].text.splitlines()
-    two = render.render(plan.make(QWEN, replace(default, w13=space.W13Config(1, 4, 5, 4))))["w13"].text.splitlines()
+    two = render.render(plan.make(QWEN, replace(default, w13=space.W13Config("simt", 1, 4, 5, 4))))[
+        "w13"
+    ].text.splitlines()
     differing = [a for a, b in zip(one, two, strict=True) if a != b]
     assert all("static constexpr int k" in line or line.startswith("// voltune_w13") for line in differing)
     assert len(differing) == 5  # the header, threads, arena, split-K and rows

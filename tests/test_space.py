@@ -31,28 +31,46 @@ def test_candidates_of_qwen_divide_its_steps_and_tiles() -> None:
 def test_a_config_survives_its_own_dictionary() -> None:
     config = space.default(QWEN)
     assert space.from_dict(config.to_dict()) == config
-    assert space.stage_from_dict("w13", {"tiles": 2, "split_k": 4, "unroll": 5, "rows": 8}).key() == "t2-k4-u5-r8"
+    assert (
+        space.stage_from_dict("w13", {"family": "simt", "tiles": 2, "split_k": 4, "unroll": 5, "rows": 8}).key()
+        == "simt-t2-k4-u5-r8"
+    )
 
 
 def test_a_config_survives_its_own_key() -> None:
     config = space.default(QWEN)
     assert space.parse(config.key()) == config
-    assert space.parse("t5-k4-u10-r1+s32-k1-u5-r8") == space.Config(
-        space.W13Config(5, 4, 10, 1), space.W2Config(32, 1, 5, 8)
+    assert space.parse("simt-t5-k4-u10-r1+tensor-s32-k1-u5-r4") == space.Config(
+        space.W13Config("simt", 5, 4, 10, 1), space.W2Config("tensor", 32, 1, 5, 4)
     )
 
 
-@pytest.mark.parametrize("key", ["", "t1-k8-u5-r2", "t0-k8-u5-r2+s16-k1-u5-r2", "t1-k8-u5-r2+t1-k8-u5-r2"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        "simt-t1-k8-u5-r2",
+        "simt-t0-k8-u5-r2+simt-s16-k1-u5-r2",
+        "simt-t1-k8-u5-r2+simt-t1-k8-u5-r2",
+        "t1-k8-u5-r2+s16-k1-u5-r2",
+    ],
+)
 def test_a_key_that_is_no_config_is_refused(key: str) -> None:
     with pytest.raises(InvalidConfig, match="expected W13's and W2's keys"):
         space.parse(key)
 
 
+WHOLE = {"family": "simt", "tiles": 1, "split_k": 1, "unroll": 1, "rows": 1}
+
+
 @pytest.mark.parametrize(
-    "values", [{}, {"tiles": 1}, {"tiles": 1, "split_k": 1, "unroll": 1, "rows": 0}, {"tiles": True}, {"warps": 1}]
+    "values",
+    [{}, {"tiles": 1}, WHOLE | {"rows": 0}, WHOLE | {"rows": True}, WHOLE | {"family": "fp8"}, WHOLE | {"warps": 1}],
 )
 def test_a_dictionary_that_is_no_config_is_refused(values: dict[str, int]) -> None:
-    with pytest.raises(InvalidConfig, match="positive integers for rows, split_k, tiles, unroll"):
+    with pytest.raises(
+        InvalidConfig, match="family simt or tensor, and positive integers for rows, split_k, tiles, unroll"
+    ):
         space.stage_from_dict("w13", values)
 
 
@@ -63,12 +81,25 @@ def test_the_space_digest_changes_with_the_candidates_and_not_with_the_name() ->
     assert space.space_digest(wider, "w13") != space.space_digest(QWEN, "w13")
 
 
+def test_the_tensor_family_is_for_sm70_u4_with_exact_numerics() -> None:
+    awq = replace(QWEN, layout="awq", stats_bytes=0, interleaved=False)
+    engine = replace(QWEN, numerics="engine", tolerance=2e-3)
+    for stage in space.STAGES:
+        assert {c.family for c in space.candidates(QWEN, stage)} == {"simt", "tensor"}
+        assert {c.rows for c in space.candidates(QWEN, stage) if c.family == "tensor"} == {8 if stage == "w13" else 4}
+        for other in (awq, engine):
+            assert {c.family for c in space.candidates(other, stage)} == {"simt"}
+    with pytest.raises(InvalidConfig, match="reads sm70-u4 with exact numerics; contract qwen38-tp4 is awq, exact"):
+        plan.make(awq, replace(space.default(awq), w13=space.W13Config("tensor", 1, 8, 5, 8)))
+
+
 @pytest.mark.parametrize(
     ("w13", "rule"),
     [
-        (space.W13Config(1, 3, 1, 1), "split-K must divide the 80 steps of K=2560"),
-        (space.W13Config(1, 8, 4, 1), "unroll what is left"),
-        (space.W13Config(3, 8, 5, 1), "tiles must divide the 10 column tiles"),
+        (space.W13Config("simt", 1, 3, 1, 1), "split-K must divide the 80 steps of K=2560"),
+        (space.W13Config("simt", 1, 8, 4, 1), "unroll what is left"),
+        (space.W13Config("simt", 3, 8, 5, 1), "tiles must divide the 10 column tiles"),
+        (space.W13Config("tensor", 1, 8, 5, 4), "a tensor pass takes 8 rows"),
     ],
 )
 def test_a_config_that_does_not_divide_is_refused_with_the_rule(w13: space.W13Config, rule: str) -> None:

@@ -274,8 +274,8 @@ def test_a_plan_that_gives_other_bits_than_fused_is_found_in_every_edge_case() -
 
     verdicts = list(verify_edges(LAYERS, CONFIG, Fake(sway)))
     assert len(verdicts) == len(edge_cases(SMALL, 2))
-    for verdict in verdicts:
-        assert [reason.split(":")[0] for reason in verdict.reasons] == ["sorted plan, order 0"]
+    for i, verdict in enumerate(verdicts):
+        assert [reason.split(":")[0] for reason in verdict.reasons] == [f"sorted plan, order {(i + 1) % 3}"]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,12 @@ def test_every_edge_case_passes_on_every_plan_with_the_reference() -> None:
     fake = Fake()
     verdicts = list(verify_edges(LAYERS, CONFIG, fake, rank=3, tokens=4))
     assert [v.reasons for v in verdicts] == [()] * len(verdicts)
-    assert fake.runs == [(name, 0) for _ in verdicts for name in ("fused", "staged", "sorted", "all-experts")]
+    assert [name for name, _ in fake.runs] == ["fused", "staged", "sorted", "all-experts"] * len(verdicts)
+    assert [order for _, order in fake.runs[:12]] == [0, 0, 1, 2, 0, 1, 2, 0, 0, 2, 0, 1]
+    assert set(fake.runs) == {
+        ("fused", 0),
+        *((name, n) for name in ("staged", "sorted", "all-experts") for n in range(3)),
+    }
 
 
 @pytest.mark.parametrize("contract", [SMALL, QWEN, replace(SMALL, top_k=1, experts=1, levels=(1,))])

@@ -10,6 +10,7 @@ from tuner.contract import Contract
 from tuner.errors import LaunchFailed, RequestError, TrialTimeout
 from tuner.gate import GateRow
 from tuner.options import Configs
+from tuner.space import Config
 from tuner.verify import HostExecutor, Layers, Verdict
 
 _CASE = "{:<44} {:>9} {:>9} {:>7} {:>9} {:>10} {:>11}  {}"
@@ -70,23 +71,29 @@ class Verification:
         for level, config in self.configs.by_level.items():
             check = partial(verify.verify, self._layers, config, tokens=(level,))
             runs = check(self.executor, orders=tuple(range(self.replays)))
-            yield from self._lines(runs, partial(check, orders=(0,)))
+            yield from self._lines(runs, partial(check, orders=(0,)), config)
 
     def _edges(self) -> Iterator[str]:
         yield _CASE.format("case", "rel. L2", "max abs", "ulp", "hidden L2", "to engine", "digest", "")
         for config in dict.fromkeys(self.configs.by_level.values()):
             check = partial(verify.verify_edges, self._layers, config)
-            yield from self._lines(check(self.executor), partial(check, plans=("fused",)))
+            yield from self._lines(check(self.executor), partial(check, plans=("fused",)), config)
 
-    def _lines(self, runs: Iterator[Verdict], again: Callable[[HostExecutor], Iterator[Verdict]]) -> Iterator[str]:
+    def _lines(
+        self, runs: Iterator[Verdict], again: Callable[[HostExecutor], Iterator[Verdict]], config: Config
+    ) -> Iterator[str]:
         others = again(self._host) if self._host else None
         for verdict in runs:
-            other = next(others) if others else None
-            if other is not None and other.digest != verdict.digest:
-                reason = f"{other.executor} gives {other.digest}"
-                verdict = replace(verdict, ok=False, reasons=(*verdict.reasons, reason))
+            note = ""
+            if others is not None:
+                other = next(others)
+                same = other.digest == verdict.digest
+                note = "same bits on the CPU" if same else "other bits on the CPU, as tensor cores may give"
+                if not other.ok or (config.portable_bits and not same):
+                    reason = f"{other.executor} gives {other.digest}{'' if other.ok else ', and is wrong'}"
+                    verdict = replace(verdict, ok=False, reasons=(*verdict.reasons, reason))
             self.verdicts.append(verdict)
-            yield _line(verdict, "same bits on the CPU" if other is not None else "")
+            yield _line(verdict, note)
 
     def _gates(self) -> Iterator[str]:
         yield _GATE.format(

@@ -396,7 +396,7 @@ def _check_written(name: str, array: np.ndarray) -> None:
 # ---- telling a fault -----------------------------------------------------------------------------------------------
 _OPS = (
     *("running", "exited", "__syncthreads", "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync"),
-    *("__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync"),
+    *("__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "mma.m8n8k4"),
 )  # host_cuda.h's voltune_op
 _FAULTS = (
     *("", "memory", "stack", "signal", "misaligned", "index", "shift", "divergent barrier", "exited barrier"),

@@ -43,7 +43,7 @@ extern "C" void* voltune_shared_arena();
 // The line of the call in the source tells one barrier or collective from another, and goes into every report.
 enum voltune_op : unsigned char {
   VOLTUNE_RUNNING, VOLTUNE_EXITED, VOLTUNE_SYNCTHREADS, VOLTUNE_SYNCWARP, VOLTUNE_SHFL, VOLTUNE_SHFL_UP,
-  VOLTUNE_SHFL_DOWN, VOLTUNE_SHFL_XOR, VOLTUNE_BALLOT, VOLTUNE_ANY, VOLTUNE_ALL, VOLTUNE_MATCH_ANY
+  VOLTUNE_SHFL_DOWN, VOLTUNE_SHFL_XOR, VOLTUNE_BALLOT, VOLTUNE_ANY, VOLTUNE_ALL, VOLTUNE_MATCH_ANY, VOLTUNE_MMA
 };
 extern "C" void voltune_syncthreads(int line);
 // Returns when every lane of `mask` has called it with the same op, mask and line. `source`: the lane whose value a
@@ -105,6 +105,19 @@ inline unsigned __match_any_sync(unsigned mask, unsigned value, VOLTUNE_LINE) {
 }
 inline unsigned __match_any_sync(unsigned mask, int value, VOLTUNE_LINE) {
   return __match_any_sync(mask, static_cast<unsigned>(value), line);
+}
+
+// The plain twin of eight PTX mma.sync.m8n8k4.row.col.f32.f16.f16.f32, two for each of four A operands: in each quadpair of the
+// warp d[c] += A[c] B over eight k, fragments as the PTX ISA gives them, f16 operands in pairs of k. Products and their sum are
+// exact here, then rounded once; a tensor core rounds its sums in its own way.
+struct voltune_mma_operands {
+  float* d;  // [4][8]
+  const unsigned (*a)[4];
+  const unsigned* b;
+};
+inline void voltune_mma_m8n8k4(float* d, const unsigned (*a)[4], const unsigned* b, VOLTUNE_LINE) {
+  const voltune_mma_operands mine{d, a, b};
+  voltune_warp(VOLTUNE_MMA, 0xFFFFFFFFu, reinterpret_cast<unsigned long long>(&mine), 0, line);
 }
 
 inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -347,6 +347,37 @@ extern "C" void voltune_syncthreads(int line) {
   run_next(fibers[thread], thread);
 }
 
+static float half_to_float(unsigned bits) {
+  return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<unsigned short>(bits)));
+}
+
+// A warp's mma.m8n8k4 at once. A lane's place in its quadpair, of lanes 4q..4q+3 and 16+4q..16+4q+3, is the row of A and the
+// column of B it holds; its accumulators are rows p&1 + (i&2) + (p&4) and columns (i&4) + (p&2) + (i&1).
+static void multiply_add(const unsigned long long* values) {
+  constexpr unsigned K = 8;
+  for (unsigned quadpair = 0; quadpair < 4; ++quadpair) {
+    const voltune_mma_operands* lanes[8];
+    double b[K][8];
+    for (unsigned p = 0; p < 8; ++p) {
+      lanes[p] = reinterpret_cast<const voltune_mma_operands*>(values[quadpair * 4 + p % 4 + p / 4 * 16]);
+      for (unsigned k = 0; k < K; ++k) b[k][p] = half_to_float(lanes[p]->b[k / 2] >> (k % 2 * 16));
+    }
+    for (unsigned c = 0; c < 4; ++c) {
+      for (unsigned row = 0; row < 8; ++row) {
+        double sums[8] = {};
+        for (unsigned k = 0; k < K; ++k) {
+          const double a = half_to_float(lanes[row]->a[c][k / 2] >> (k % 2 * 16));
+          for (unsigned column = 0; column < 8; ++column) sums[column] += a * b[k][column];
+        }
+        for (unsigned column = 0; column < 8; ++column) {
+          float& d = lanes[(row & 5) | (column & 2)]->d[8 * c + ((row & 2) | (column & 5))];
+          d = static_cast<float>(d + sums[column]);
+        }
+      }
+    }
+  }
+}
+
 extern "C" unsigned long long voltune_warp(voltune_op op, unsigned mask, unsigned long long value, unsigned source,
                                            int line) {
   const unsigned thread = running_thread.x, lane = thread % 32, first = thread - lane;
@@ -367,6 +398,7 @@ extern "C" unsigned long long voltune_warp(voltune_op op, unsigned mask, unsigne
       }
       ballot |= (warp.value[i] != 0) << i;
     }
+    if (op == VOLTUNE_MMA) multiply_add(warp.value);
     // The results of all lanes now: a lane that runs on may bring its next value before another has read this one.
     for (unsigned i = 0; i < 32; ++i) {
       if (!(mask >> i & 1)) continue;

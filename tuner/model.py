@@ -45,6 +45,8 @@ TERMS = ("memory", "l2", "latency", "issue", "launch", "prologue", "empty", "fin
 STATS_INSTRUCTIONS = 30  # a lane, step and four columns: load, unpack, convert
 ROW_INSTRUCTIONS = 16  # a lane, step and row: stage eight activations as floats, read them back, scale the sums
 STEP_INSTRUCTIONS = 12  # a lane and step: addresses, loop, the load itself
+VOLTA_MMA = 32 + 12  # eight m8n8k4 of four instructions, and shuffles and selections of scales
+AMPERE_MMA = 4  # m16n8k16
 LOOKUP_CLOCKS = 120  # finding a segment's rows: two dependent trips through shared memory and ballots
 BARRIER_CLOCKS = 40
 SINGLE_WARP_CLOCKS = 2.0  # clocks between two instructions of one warp alone on a scheduler
@@ -258,23 +260,39 @@ class _Work:
 
     def _pass_clocks(self, rows: int, warps: int) -> float:
         """SM clocks of `warps` warps' pass over one segment: shared pipes, then lane sums and split-K partials."""
-        dev, split = self.dev, self.config.split_k
+        split = self.config.split_k
+        step, end = self._tensor_step() if self.config.family == "tensor" else self._simt_step(rows)
+        partials = 0.0 if split == 1 else 2 * rows * self.columns / 32
+        return warps * (self.steps * step + end + partials) + (0 if split == 1 else BARRIER_CLOCKS)
+
+    def _simt_step(self, rows: int) -> tuple[float, float]:
+        """SM clocks of a warp's step, and of adding up the lanes after the last."""
+        dev = self.dev
         weights = STEP * self.columns / WARP  # of a lane
         stats = STATS_INSTRUCTIONS * self.columns / 32
         fp32 = weights * (1 + rows) + stats / 2 + rows * ROW_INSTRUCTIONS / 2
         integer = weights + stats / 2 + STEP_INSTRUCTIONS
         total = weights * (2 + rows) + stats + rows * ROW_INSTRUCTIONS + STEP_INSTRUCTIONS
         step = max(total / dev.issue_per_clock, fp32 * WARP / dev.fp32_lanes, integer * WARP / dev.int_lanes)
-        # Two shuffles and two adds for each of a lane's sums, then each split's partials through shared memory.
-        shuffles = 4 * rows * self.columns / 8 / dev.issue_per_clock
-        partials = 0.0 if split == 1 else 2 * rows * self.columns / 32
-        return warps * (self.steps * step + shuffles + partials) + (0 if split == 1 else BARRIER_CLOCKS)
+        # Two shuffles and two adds for each of a lane's sums.
+        return step, 4 * rows * self.columns / 8 / dev.issue_per_clock
+
+    def _tensor_step(self) -> tuple[float, float]:
+        """The same on tensor cores, whatever the rows."""
+        dev = self.dev
+        volta = int(dev.arch.removeprefix("sm_")) < 80
+        mma, sums = (VOLTA_MMA, 32) if volta else (AMPERE_MMA, 8)
+        fp32 = 4 * 5 + sums  # of a column: four subtractions of pairs and a conversion; the scaling of the sums
+        integer = 4 * 11 + STEP_INSTRUCTIONS
+        total = fp32 + integer + mma
+        step = max(total / dev.issue_per_clock, fp32 * WARP / dev.fp32_lanes, integer * WARP / dev.int_lanes)
+        return step, (sums * 3 + 40) / dev.issue_per_clock
 
     def passes(self, rows: int) -> int:
         return math.ceil(rows / self.config.rows)
 
     def segment_clocks(self, rows: int, warps: int) -> float:
-        """All passes over a segment; a last pass with a lone row computes one row, any other all that a pass has."""
+        """All passes over a segment; a last SIMT pass of a lone row computes one row, any other all that a pass has."""
         full, rest = divmod(rows, self.config.rows)
         last = self.pass_clocks(1 if rest == 1 else self.config.rows, warps) if rest else 0.0
         return (full * self.pass_clocks(self.config.rows, warps) if full else 0.0) + last
@@ -327,7 +345,7 @@ def _spread_w13(work: _Work, held: Occupancy) -> _Spread:
         busiest_clocks=busiest,
         chain_ns=max(chains) + (waves - 1) * sum(chains) / len(chains),
         weight_reads=reads * work.expert_bytes,
-        activation_reads=reads * work.config.rows * work.gemm.k * 2 * across,
+        activation_reads=sum(segments) * work.gemm.k * 2 * across,
         finish_clocks=BARRIER_CLOCKS + 60,
         in_flight=work.in_flight(min(ctas, on_gpu) * work.warps),
     )
@@ -357,7 +375,7 @@ def _spread_w2(work: _Work, held: Occupancy) -> _Spread:
         busiest_clocks=busiest if work.segments else 0.0,
         chain_ns=max(1.0, ctas / (dev.sms * held.blocks)) * max(chains),
         weight_reads=reads * work.expert_bytes,
-        activation_reads=reads * config.rows * work.gemm.k * 4 * ctas,
+        activation_reads=sum(work.segments) * work.gemm.k * 4 * ctas,
         finish_clocks=2 * BARRIER_CLOCKS + combine,
         in_flight=work.in_flight(min(ctas, dev.sms * held.blocks) * busy_groups * config.split_k),
     )

@@ -15,7 +15,19 @@ import numpy as np
 
 from tuner.contract import Contract
 from tuner.errors import InvalidConfig, RequestError
-from tuner.space import STEP, Config, Stage, StageConfig, W2Config, W13Config, tile_columns
+from tuner.space import (
+    STAGES,
+    STEP,
+    TENSOR_ROWS,
+    Config,
+    Family,
+    Stage,
+    StageConfig,
+    W2Config,
+    W13Config,
+    families,
+    tile_columns,
+)
 
 PlanName = Literal["fused", "staged", "sorted", "all-experts"]
 PLANS: tuple[PlanName, ...] = ("fused", "staged", "sorted", "all-experts")
@@ -62,6 +74,7 @@ class Launch:
     shared: Linear  # dynamic shared memory, bytes
     arguments: tuple[str, ...]
     constants: Mapping[str, int]  # what the template renders
+    family: Family | None = None  # of W13 and W2
 
     @property
     def kernel(self) -> str:
@@ -143,12 +156,27 @@ def _step_arguments(name: PlanName) -> tuple[str, ...]:
     return _ROUTING if name == "fused" else (*_SEGMENTS, _rows_argument(name), "TOKENS")
 
 
+def _with_warps(nbytes: int, warps: int, config: StageConfig, share: int, fp32: bool) -> int:
+    """`nbytes` of a CTA's arena followed by each warp's own part: the slots of its pass, then its rows."""
+    nbytes += 4 * warps * config.rows
+    if config.family == "simt":
+        return _align(nbytes) + warps * 4 * config.rows * share  # floats
+    if fp32:
+        return _align(nbytes) + warps * _align(2 * config.rows * 2 * (share + 8) + 4 * config.rows)  # two f16 planes
+    return -(-(nbytes + warps) // 4) * 4  # rows are read where they are; an empty struct takes a byte
+
+
+def _tile(contract: Contract, config: StageConfig, arena: int) -> dict[str, int]:
+    sizes = {"kSplitK": config.split_k, "kUnroll": config.unroll, "kRows": config.rows}
+    return {**_constants(contract, config.threads, arena), **sizes}
+
+
 def _w13(contract: Contract, config: W13Config, name: PlanName) -> Launch:
     columns = tile_columns(contract)
-    experts = _align(4 * contract.max_tokens * contract.top_k)
-    activations = 4 * config.tiles * config.rows * contract.hidden
-    partials = 4 * config.split_k * config.rows * config.tiles * columns
-    arena = _align(experts + activations + partials)
+    warps = config.tiles * config.split_k
+    arena = 4 * contract.max_tokens * contract.top_k
+    arena = _with_warps(arena, warps, config, contract.hidden // config.split_k, fp32=False)
+    arena = _align(arena + 4 * config.split_k * config.rows * config.tiles * columns)
     segments = Linear(contract.experts) if name == "all-experts" else Linear(0, contract.top_k)
     return Launch(
         stage="w13",
@@ -157,20 +185,16 @@ def _w13(contract: Contract, config: W13Config, name: PlanName) -> Launch:
         block=config.threads,
         shared=Linear(arena),
         arguments=("X", *_step_arguments(name), "W13_Q", "W13_SCALES", "W13_ZEROS", "HIDDEN"),
-        constants={
-            **_constants(contract, config.threads, arena),
-            "kTiles": config.tiles,
-            "kSplitK": config.split_k,
-            "kUnroll": config.unroll,
-            "kRows": config.rows,
-        },
+        constants={**_tile(contract, config, arena), "kTiles": config.tiles},
+        family=config.family,
     )
 
 
 def _w2(contract: Contract, config: W2Config, name: PlanName) -> Launch:
     columns = tile_columns(contract)
-    experts = _align(4 * contract.max_tokens * contract.top_k)
-    arena = experts + 4 * config.segments * config.rows * contract.local_intermediate
+    warps = config.segments * config.split_k
+    arena = 2 * 4 * contract.max_tokens * contract.top_k
+    arena = _align(_with_warps(arena, warps, config, contract.local_intermediate // config.split_k, fp32=True))
     routes = 4 * config.split_k * contract.top_k * columns  # of a token, after the arena
     return Launch(
         stage="w2",
@@ -179,13 +203,8 @@ def _w2(contract: Contract, config: W2Config, name: PlanName) -> Launch:
         block=config.threads,
         shared=Linear(arena, routes),
         arguments=("HIDDEN", *_step_arguments(name), "TOPK_WEIGHTS", "W2_Q", "W2_SCALES", "W2_ZEROS", "OUT"),
-        constants={
-            **_constants(contract, config.threads, arena),
-            "kWarps": config.segments,
-            "kSplitK": config.split_k,
-            "kUnroll": config.unroll,
-            "kRows": config.rows,
-        },
+        constants={**_tile(contract, config, arena), "kWarps": config.segments},
+        family=config.family,
     )
 
 
@@ -251,8 +270,15 @@ def make(contract: Contract, config: Config, name: PlanName = "fused") -> Plan:
     """
     if name not in PLANS:
         raise RequestError(f"plan {name!r}: expected one of {', '.join(PLANS)}")
-    for stage, gemm in (("w13", contract.w13), ("w2", contract.w2)):
-        chosen = config.w13 if stage == "w13" else config.w2
+    for stage in STAGES:
+        chosen, gemm = config.stage(stage), contract.w13 if stage == "w13" else contract.w2
+        if chosen.family not in families(contract):
+            raise InvalidConfig(
+                f"{stage} config {chosen.key()}: the tensor family reads sm70-u4 with exact numerics; contract "
+                f"{contract.name} is {contract.layout}, {contract.numerics}"
+            )
+        if chosen.family == "tensor" and chosen.rows != TENSOR_ROWS[stage]:
+            raise InvalidConfig(f"{stage} config {chosen.key()}: a tensor pass takes {TENSOR_ROWS[stage]} rows")
         steps = gemm.k // STEP
         if steps % chosen.split_k or steps // chosen.split_k % chosen.unroll:
             raise InvalidConfig(

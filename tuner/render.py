@@ -55,7 +55,9 @@ def render_launch(launch: Launch, contract_digest: str) -> Source:
         + ".\n// Compile without contraction (-fmad=false): every fused multiply-add is written as such."
     )
     template = _environment().get_template(f"{launch.template}.cu.j2")
-    return Source(launch.kernel, launch.stage, template.render(header=header, constants=launch.constants))
+    return Source(
+        launch.kernel, launch.stage, template.render(header=header, constants=launch.constants, family=launch.family)
+    )
 
 
 _TILE_CONSTANTS = ("kTiles", "kWarps", "kSplitK", "kUnroll", "kRows", "kKeepEmpty")

@@ -7,39 +7,45 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tuner.contract import Contract
 from tuner.errors import InvalidConfig
 
 Stage = Literal["w13", "w2"]
 STAGES: tuple[Stage, ...] = ("w13", "w2")
+Family = Literal["simt", "tensor"]  # fp32 products on the ordinary cores, or f16 operands on the tensor cores
+FAMILIES: tuple[Family, ...] = ("simt", "tensor")
 
 STEP = 32  # k a warp takes at once: four octets
 MAX_WARPS = 32  # of a CTA, by the hardware
 _SPLITS = (1, 2, 4, 5, 8, 10, 16, 20, 32)
 _UNROLLS = (1, 2, 3, 4, 5, 6, 8, 10)
 _ROWS = (1, 2, 4, 8)
+# Columns of an mma's B operand; a row of W2's fp32 activations takes two of them.
+TENSOR_ROWS: dict[Stage, int] = {"w13": 8, "w2": 4}
 
 
 @dataclass(frozen=True)
 class W13Config:
     """One CTA a (segment, `tiles` column tiles); `split_k` warps share out K of each tile."""
 
+    family: Family
     tiles: int
     split_k: int
     unroll: int  # steps of 32 k a lane has in flight
-    rows: int  # rows multiplied in one pass over the weights
+    rows: int  # at most so many in one pass over the weights; on tensor cores always TENSOR_ROWS
 
     @property
     def threads(self) -> int:
         return 32 * self.tiles * self.split_k
 
     def key(self) -> str:
-        return f"t{self.tiles}-k{self.split_k}-u{self.unroll}-r{self.rows}"
+        return f"{self.family}-t{self.tiles}-k{self.split_k}-u{self.unroll}-r{self.rows}"
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -47,6 +53,7 @@ class W13Config:
 class W2Config:
     """One CTA a column tile; `segments` groups of `split_k` warps take the step's segments in turn."""
 
+    family: Family
     segments: int
     split_k: int
     unroll: int
@@ -57,9 +64,9 @@ class W2Config:
         return 32 * self.segments * self.split_k
 
     def key(self) -> str:
-        return f"s{self.segments}-k{self.split_k}-u{self.unroll}-r{self.rows}"
+        return f"{self.family}-s{self.segments}-k{self.split_k}-u{self.unroll}-r{self.rows}"
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -76,26 +83,36 @@ class Config:
     def stage(self, stage: Stage) -> StageConfig:
         return self.w13 if stage == "w13" else self.w2
 
+    @property
+    def portable_bits(self) -> bool:
+        """Whether every executor gives the same bits. Tensor cores round their sums each in their own way."""
+        return all(self.stage(stage).family == "simt" for stage in STAGES)
+
     def key(self) -> str:
         return f"{self.w13.key()}+{self.w2.key()}"
 
-    def to_dict(self) -> dict[str, dict[str, int]]:
+    def to_dict(self) -> dict[str, dict[str, Any]]:
         return {"w13": self.w13.to_dict(), "w2": self.w2.to_dict()}
 
 
 _TYPES: dict[Stage, type[W13Config] | type[W2Config]] = {"w13": W13Config, "w2": W2Config}
 
 
-def stage_from_dict(stage: Stage, values: dict[str, int]) -> StageConfig:
-    """The inverse of `to_dict`. Raises InvalidConfig for unknown, missing or non-integer values."""
+def stage_from_dict(stage: Stage, values: Mapping[str, Any]) -> StageConfig:
+    """The inverse of `to_dict`. Raises InvalidConfig for unknown, missing or wrong values."""
     kind = _TYPES[stage]
     expected = set(kind.__dataclass_fields__)
-    if set(values) != expected or not all(type(v) is int and v > 0 for v in values.values()):
-        raise InvalidConfig(f"{stage} config {values}: expected positive integers for {', '.join(sorted(expected))}")
+    sizes = {name: value for name, value in values.items() if name != "family"}
+    known = set(values) == expected and values["family"] in FAMILIES
+    if not known or not all(type(size) is int and size > 0 for size in sizes.values()):
+        names = ", ".join(sorted(expected - {"family"}))
+        raise InvalidConfig(
+            f"{stage} config {dict(values)}: expected family simt or tensor, and positive integers for {names}"
+        )
     return kind(**values)
 
 
-def from_dict(values: dict[str, dict[str, int]]) -> Config:
+def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
     """The inverse of `Config.to_dict`. Raises InvalidConfig."""
     if set(values) != set(STAGES):
         raise InvalidConfig(f"config {values}: expected the keys {', '.join(STAGES)}")
@@ -105,12 +122,15 @@ def from_dict(values: dict[str, dict[str, int]]) -> Config:
 
 
 def parse(key: str) -> Config:
-    """The inverse of `Config.key`, e.g. t1-k8-u5-r2+s16-k1-u5-r2. Raises InvalidConfig."""
-    match = re.fullmatch(r"t(\d+)-k(\d+)-u(\d+)-r(\d+)\+s(\d+)-k(\d+)-u(\d+)-r(\d+)", key)
-    numbers = [int(n) for n in match.groups()] if match else []
-    if not numbers or not all(numbers):
-        raise InvalidConfig(f"config {key!r}: expected W13's and W2's keys, such as t1-k8-u5-r2+s16-k1-u5-r2")
-    return Config(W13Config(*numbers[:4]), W2Config(*numbers[4:]))
+    """The inverse of `Config.key`, e.g. simt-t1-k8-u5-r2+tensor-s16-k1-u5-r4. Raises InvalidConfig."""
+    found: list[Any] = []
+    for stage, letter, part in zip(STAGES, "ts", key.split("+"), strict=False):
+        match = re.fullmatch(rf"(simt|tensor)-{letter}([1-9]\d*)-k([1-9]\d*)-u([1-9]\d*)-r([1-9]\d*)", part)
+        if match is not None:
+            found.append(_TYPES[stage](match[1], *(int(n) for n in match.groups()[1:])))  # type: ignore[arg-type]
+    if len(found) != len(STAGES) or key.count("+") != 1:
+        raise InvalidConfig(f"config {key!r}: expected W13's and W2's keys, such as simt-t1-k8-u5-r2+simt-s16-k1-u5-r2")
+    return Config(*found)
 
 
 def tile_columns(contract: Contract) -> int:
@@ -118,7 +138,12 @@ def tile_columns(contract: Contract) -> int:
     return 32 if contract.layout == "sm70-u4" else 64
 
 
-def axes(contract: Contract, stage: Stage) -> dict[str, tuple[int, ...]]:
+def families(contract: Contract) -> tuple[Family, ...]:
+    """The families that can read the contract's layout with its numerics."""
+    return FAMILIES if contract.layout == "sm70-u4" and contract.numerics == "exact" else ("simt",)
+
+
+def axes(contract: Contract, stage: Stage) -> dict[str, tuple[Any, ...]]:
     """The values each parameter takes for some candidate of the contract."""
     found = candidates(contract, stage)
     return {name: tuple(sorted({c.to_dict()[name] for c in found})) for name in _TYPES[stage].__dataclass_fields__}
@@ -128,7 +153,10 @@ def candidates(contract: Contract, stage: Stage) -> tuple[StageConfig, ...]:
     """Every configuration whose sizes divide the contract's, whatever the device, in a fixed order."""
     gemm = contract.w13 if stage == "w13" else contract.w2
     steps = gemm.k // STEP
-    rows = tuple(r for r in _ROWS if r <= contract.max_tokens * contract.top_k)
+    rows: dict[Family, tuple[int, ...]] = {
+        "simt": tuple(r for r in _ROWS if r <= contract.max_tokens * contract.top_k),
+        "tensor": (TENSOR_ROWS[stage],),
+    }
     splits = tuple(s for s in _SPLITS if steps % s == 0)
     if stage == "w13":
         tiles = gemm.n // tile_columns(contract)
@@ -136,11 +164,12 @@ def candidates(contract: Contract, stage: Stage) -> tuple[StageConfig, ...]:
     else:
         outer = (1, 2, 4, 8, 16, 32)
     found: list[StageConfig] = []
-    for first, split, unroll, r in itertools.product(outer, splits, _UNROLLS, rows):
-        share = steps // split
-        if share % unroll or first * split > MAX_WARPS or first * split < 4:
-            continue
-        found.append(_TYPES[stage](first, split, unroll, r))
+    for family in families(contract):
+        for first, split, unroll, r in itertools.product(outer, splits, _UNROLLS, rows[family]):
+            share = steps // split
+            if share % unroll or first * split > MAX_WARPS or first * split < 4:
+                continue
+            found.append(_TYPES[stage](family, first, split, unroll, r))
     return tuple(found)
 
 
@@ -149,10 +178,8 @@ def default(contract: Contract) -> Config:
     taking W2 segments, two rows a pass, five steps in flight."""
 
     def nearest(stage: Stage, **wanted: int) -> StageConfig:
-        def distance(c: StageConfig) -> tuple[int, ...]:
-            return tuple(abs(c.to_dict()[name] - value) for name, value in wanted.items())
-
-        return min(candidates(contract, stage), key=distance)
+        simt = [c for c in candidates(contract, stage) if c.family == "simt"]
+        return min(simt, key=lambda c: tuple(abs(c.to_dict()[name] - value) for name, value in wanted.items()))
 
     w13 = nearest("w13", tiles=1, rows=2, split_k=8, unroll=5)
     w2 = nearest("w2", segments=16, rows=2, split_k=1, unroll=5)
