@@ -15,7 +15,10 @@ struct Config {
   static constexpr int kArenaBytes = 640;
   static constexpr int kKeepEmpty = 0;
 };
-// Routed rows and their segments. A slot is token * top-k + choice; a segment is one expert with all slots routed to it.
+// Routed rows and their segments. Loops here and in the kernels' ends are kept rolled: every launch finds the instruction
+// caches cold, and fetching unrolled code costs more than running rolled code.
+//
+// A slot is token * top-k + choice; a segment is one expert with all slots routed to it.
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
@@ -30,6 +33,7 @@ struct Routing {
   int tokens;
 
   __device__ __forceinline__ int live() const {
+    // Clamped before it is multiplied by top-k, which could wrap.
     return live_tokens == nullptr ? tokens : min(max(*live_tokens, 0), tokens);
   }
 
@@ -45,6 +49,7 @@ struct Routing {
   template <class C>
   __device__ __forceinline__ void stage(int* experts) const {
     const int live_slots = live() * C::kTopK;
+#pragma unroll 1
     for (int slot = threadIdx.x; slot < tokens * C::kTopK; slot += blockDim.x) {
       experts[slot] = slot < live_slots ? expert_of<C>(slot) : -1;
     }
@@ -52,7 +57,8 @@ struct Routing {
 };
 
 // Both sources below are used by whole warps, and answer every lane alike:
-//   stage(experts): experts[slot] >= 0 marks the routed slots, in shared memory, after the next barrier;
+//   begin(experts): makes ready to be asked; experts is the CTA's own shared memory, one a slot;
+//   routed(experts): experts[slot] >= 0 marks the routed slots, after the next barrier;
 //   count(): candidates to open;  open(i): false when candidate i is no segment;  next(): its next slot, -1 at the end.
 
 // Segments found by ballots: candidate i is slot i, and it is a segment when no earlier slot has the same expert.
@@ -64,11 +70,12 @@ struct BallotSegments {
   int base;
   unsigned rest;
 
-  __device__ __forceinline__ void stage(int* shared) {
+  __device__ __forceinline__ void begin(int* shared) {
     routing.template stage<C>(shared);
     experts = shared;
     __syncthreads();
   }
+  __device__ __forceinline__ void routed(int*) const {}  // as begin() left them
   __device__ __forceinline__ int tokens() const { return routing.tokens; }
   __device__ __forceinline__ int count() const { return routing.tokens * C::kTopK; }
 
@@ -80,6 +87,7 @@ struct BallotSegments {
   __device__ __forceinline__ bool open(int slot) {
     expert = experts[slot];
     if (expert < 0) return false;
+#pragma unroll 1
     for (base = 0; base + 32 <= slot; base += 32) {
       if (peers(base) != 0) return false;
     }
@@ -88,6 +96,7 @@ struct BallotSegments {
   }
 
   __device__ __forceinline__ int next() {
+#pragma unroll 1
     while (rest == 0) {
       base += 32;
       if (base >= count()) return -1;
@@ -111,12 +120,14 @@ struct ListedSegments {
   int cursor;
   int end;
 
-  __device__ __forceinline__ void stage(int* experts) {
+  __device__ __forceinline__ void begin(int*) const {}
+  __device__ __forceinline__ void routed(int* experts) const {
+#pragma unroll 1
     for (int slot = threadIdx.x; slot < step_tokens * C::kTopK; slot += blockDim.x) experts[slot] = -1;
     __syncthreads();
     const int routed = segment_begin[count()];
+#pragma unroll 1
     for (int i = threadIdx.x; i < routed; i += blockDim.x) experts[rows[i]] = 0;
-    __syncthreads();
   }
   __device__ __forceinline__ int tokens() const { return step_tokens; }
   __device__ __forceinline__ int count() const { return *segment_count; }
@@ -131,6 +142,21 @@ struct ListedSegments {
 
   __device__ __forceinline__ int next() { return cursor < end ? rows[cursor++] : -1; }
 };
+
+// The next rows of the open segment, at most kRows, into the warp's own shared memory; how many.
+template <int kRows, class Segments>
+__device__ __forceinline__ int next_rows(Segments& segments, int* slots) {
+  __syncwarp();  // the rows before these are done with
+  int count = 0;
+#pragma unroll 1
+  for (; count < kRows; ++count) {
+    const int slot = segments.next();
+    if (slot < 0) break;
+    if (lane_id() == 0) slots[count] = slot;
+  }
+  __syncwarp();
+  return count;
+}
 
 // A CTA's dynamic shared memory as one struct, whose size the launch plan knows.
 template <class Arena>
