@@ -4,18 +4,28 @@ import errno
 import io
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
+try:
+    import click
 
-from tuner import checkpoint as checkpoints
-from tuner import checks, inspection, jobs, options, plan, render, verify, winners
-from tuner import contract as contracts
-from tuner import doctor as doctors
-from tuner.errors import VoltuneError
+    from tuner import checkpoint as checkpoints
+    from tuner import checks, inspection, jobs, options, plan, render, verify, winners
+    from tuner import contract as contracts
+    from tuner import doctor as doctors
+    from tuner.errors import VoltuneError
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"error: the Python package {missing.name!r} is missing from {sys.executable}: run `make env` and use "
+        ".venv/bin/python, or install with `pip install -e .`"
+    )
+
+
+LINE_EVERY_S = 15.0  # of progress that goes to a file
 
 
 class Group(click.Group):
@@ -204,15 +214,16 @@ def tune_command(
 
 @contextmanager
 def progress_line() -> Iterator[jobs.Show]:
-    """One line on stderr, rewritten on a terminal, a new one a stage elsewhere; notes stay."""
-    last = ""
+    """One line on stderr, rewritten on a terminal; elsewhere a new one a stage and every so often. Notes stay."""
+    last, said = "", 0.0
 
     def show(key: str, text: str) -> None:
-        nonlocal last
+        nonlocal last, said
         if sys.stderr.isatty():
             click.echo(f"\r\x1b[K{text}", nl=key == jobs.NOTE, err=True)
-        elif key != last or key == jobs.NOTE:
+        elif key == jobs.NOTE or key != last or time.monotonic() - said > LINE_EVERY_S:
             click.echo(text, err=True)
+            said = time.monotonic()
         last = key
 
     try:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tuner import contract, plan, space
+from tuner import contract, model, plan, space
 from tuner.errors import InvalidConfig
 
 QWEN = contract.load("qwen38-tp4")
@@ -15,6 +15,22 @@ def test_every_built_in_contract_has_a_space_holding_its_default(name: str, stag
     found = space.candidates(built_in, stage)
     assert len(found) == len(set(found)) >= 8
     assert space.default(built_in).stage(stage) in found
+
+
+@pytest.mark.parametrize("hidden", [32, 352, 928])
+def test_sizes_with_few_divisors_have_a_space_too(hidden: int) -> None:
+    odd = replace(QWEN, tensor_parallel=1, experts=3, top_k=3, hidden=hidden, intermediate=32)
+    for stage in space.STAGES:
+        assert space.default(odd).stage(stage) in space.candidates(odd, stage)
+    plan.make(odd, space.default(odd))
+
+
+@pytest.mark.parametrize("name", sorted(contract.builtin()))
+def test_the_default_of_every_built_in_contract_fits_a_v100(name: str) -> None:
+    built_in = contract.load(name)
+    for stage in space.STAGES:
+        default = space.default(built_in).stage(stage)
+        assert plan.why_invalid(built_in, stage, default, model.device("V100-PCIE-32GB")) is None
 
 
 def test_candidates_of_qwen_divide_its_steps_and_tiles() -> None:

@@ -460,6 +460,20 @@ def test_the_gate_compares_hidden_and_output_with_both_references_and_gates_the_
     json.dumps([r.to_dict() for r in rows], allow_nan=False)
 
 
+def test_engine_rows_too_large_for_the_gates_absolute_bound_are_not_gated() -> None:
+    engine = replace(GATE, numerics="engine", tolerance=2e-3)
+
+    def next_f16(plan: Plan, order: int, out: np.ndarray, hidden: np.ndarray) -> None:
+        out[:] = np.nextafter(out, np.float16(np.inf))
+
+    rows = [
+        r for r in gate(Layers(engine), space.default(engine), Fake(next_f16, engine=True)) if r.against == "engine"
+    ]
+    # Outputs of these weights pass 4, where one f16 spacing is twice the gate's bound.
+    assert not any(r.gated for r in rows if r.stage == "output")
+    assert any(not r.ok for r in rows if r.stage == "output")
+
+
 def test_a_fault_breaks_the_gates_row_of_its_stage_only() -> None:
     def spoil(plan: Plan, order: int, out: np.ndarray, hidden: np.ndarray) -> None:
         out[1, 5] += np.float16(0.25)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tuner.cases import make_case
-from tuner.reference import Array, Difference, compare, ulp_distance
+from tuner.reference import Array, Difference, compare, ulp16, ulp_distance
 from tuner.space import Config
 from tuner.verify import Executor, Layers, Subject, default_ranks, default_tokens
 
@@ -59,6 +59,13 @@ def gate_passes(actual: Array, reference: Array) -> bool:
     )
 
 
+def _can_pass(numerics: str, dtype: np.dtype[Any], wanted: Array) -> bool:
+    """Whether a kernel as good as its numerics allow passes on values of this size."""
+    if numerics == "engine":
+        return float(ulp16(np.nanmax(np.abs(wanted), initial=0.0))) <= GATE_ABS
+    return gate_passes(wanted.astype(dtype), wanted)
+
+
 def gate(
     layers: Layers,
     config: Config,
@@ -71,9 +78,10 @@ def gate(
 
     The published gate compared three stages (W13, SiLU, W2) of two kernels that share one dequantisation. Here the op's
     two visible results, W13+SiLU and the combined output, stand against float64 and against the engine-numerics
-    reference. Exact and engine numerics are further apart than the rule allows, so only rows against the contract's own
-    are gated. The rule's bounds are absolute: outputs past 8 can break 2e-3 by f16 rounding alone, and a row that the
-    perfect answer fails is not gated either. Raises what the executor raises.
+    reference. Exact and engine numerics are further apart than the rule allows, so only rows against the contract's
+    own are gated. The rule's bounds are absolute, and large outputs break 2e-3 by f16 rounding alone: in exact numerics
+    a row is not gated where the perfect answer fails; in engine numerics where one f16 spacing of the largest value
+    does, since two fp32 accumulations may round to either side. Raises what the executor raises.
     """
     contract, subject = layers.contract, Subject(config, executor, layers)
     shape = {key: getattr(contract, key) for key in _PUBLISHED_SHAPE}
@@ -88,7 +96,7 @@ def gate(
                         ("W13+SiLU", outputs.hidden, layer.hidden),
                         ("output", outputs.out, layer.output),
                     ):
-                        fair = against == contract.numerics and gate_passes(wanted.astype(actual.dtype), wanted)
+                        fair = against == contract.numerics and _can_pass(contract.numerics, actual.dtype, wanted)
                         yield GateRow(
                             rank, level, routed, stage, against, executor.name, compare(actual, wanted),
                             gate_passes(actual, wanted), fair, published,

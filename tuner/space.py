@@ -21,7 +21,8 @@ FAMILIES: tuple[Family, ...] = ("simt", "tensor")
 
 STEP = 32  # k a warp takes at once: four octets
 MAX_WARPS = 32  # of a CTA, by the hardware
-_SPLITS = (1, 2, 4, 5, 8, 10, 16, 20, 32)
+ROW_BYTES = 65536  # of staged rows a CTA, in a default: two thirds of a V100's shared memory
+MIN_WARPS = 4  # of a CTA, where the contract's sizes allow: fewer leave an SM's schedulers idle
 _UNROLLS = (1, 2, 3, 4, 5, 6, 8, 10)
 _ROWS = (1, 2, 4, 8)
 # Columns of an mma's B operand; a row of W2's fp32 activations takes two of them.
@@ -157,7 +158,7 @@ def candidates(contract: Contract, stage: Stage) -> tuple[StageConfig, ...]:
         "simt": tuple(r for r in _ROWS if r <= contract.max_tokens * contract.top_k),
         "tensor": (TENSOR_ROWS[stage],),
     }
-    splits = tuple(s for s in _SPLITS if steps % s == 0)
+    splits = tuple(s for s in range(1, MAX_WARPS + 1) if steps % s == 0)
     if stage == "w13":
         tiles = gemm.n // tile_columns(contract)
         outer = tuple(t for t in (1, 2, 5) if tiles % t == 0)
@@ -166,20 +167,23 @@ def candidates(contract: Contract, stage: Stage) -> tuple[StageConfig, ...]:
     found: list[StageConfig] = []
     for family in families(contract):
         for first, split, unroll, r in itertools.product(outer, splits, _UNROLLS, rows[family]):
-            share = steps // split
-            if share % unroll or first * split > MAX_WARPS or first * split < 4:
-                continue
-            found.append(_TYPES[stage](family, first, split, unroll, r))
-    return tuple(found)
+            if steps // split % unroll == 0 and first * split <= MAX_WARPS:
+                found.append(_TYPES[stage](family, first, split, unroll, r))
+    return tuple(c for c in found if c.threads >= 32 * MIN_WARPS) or tuple(found)
 
 
 def default(contract: Contract) -> Config:
     """The candidates nearest to what suits any contract: eight warps splitting K of one W13 tile, sixteen warps each
-    taking W2 segments, two rows a pass, five steps in flight."""
+    taking W2 segments, two rows a pass, five steps in flight; with rows that leave a V100's shared memory room."""
+
+    def row_bytes(stage: Stage, c: StageConfig) -> int:
+        gemm = contract.w13 if stage == "w13" else contract.w2
+        return 4 * c.rows * gemm.k * (c.threads // 32 // c.split_k)
 
     def nearest(stage: Stage, **wanted: int) -> StageConfig:
         simt = [c for c in candidates(contract, stage) if c.family == "simt"]
-        return min(simt, key=lambda c: tuple(abs(c.to_dict()[name] - value) for name, value in wanted.items()))
+        small = [c for c in simt if row_bytes(stage, c) <= ROW_BYTES]
+        return min(small or simt, key=lambda c: tuple(abs(c.to_dict()[name] - value) for name, value in wanted.items()))
 
     w13 = nearest("w13", tiles=1, rows=2, split_k=8, unroll=5)
     w2 = nearest("w2", segments=16, rows=2, split_k=1, unroll=5)
