@@ -202,6 +202,17 @@ def test_one_bad_source_harms_no_other_of_a_parallel_build() -> None:
     assert [outcomes[0], outcomes[2]] == [build.build(small("a")), build.build(small("b"))]
 
 
+def test_a_cache_that_cannot_be_used_is_no_sources_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLTUNE_CACHE_DIR", "/proc/nope")
+    ahead = build.Ahead(workers=1)
+    ahead.prefetch([small("a"), small("b")])
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"/proc/nope.* cannot be used"):
+            ahead.image(small("a"))
+    with pytest.raises(RequestError, match=r"/proc/nope.* cannot be used"):
+        build.build_many([small()], workers=1)
+
+
 def test_a_parallel_build_starts_no_process_for_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [build.build(small("a")), build.build(small("b"))]
     monkeypatch.setattr("tuner.worker.Worker", None)

@@ -249,6 +249,12 @@ def quantized(**changes: Any) -> dict[str, Any]:
         (quantized(zero_point=1), "zero_point = 1, expected true"),
         (quantized(group_size=128), "group_size = 128, expected 32; contract 'small-tp4' has checkpoint_group = 32"),
         (quantized(modules_to_not_convert=["mlp.experts"]), "modules_to_not_convert has 'mlp.experts', which leaves"),
+        (quantized(modules_to_not_convert=5), "modules_to_not_convert = 5: expected a list of module names"),
+        (
+            quantized(modules_to_not_convert="layers.0"),
+            'modules_to_not_convert = "layers.0": expected a list of module',
+        ),
+        (quantized(modules_to_not_convert=["visual", 0]), "expected a list of module names"),
         (quantized(modules_to_not_convert=["model.layers.2."]), "leaves model.layers.2.mlp.experts unquantised"),
         ({key: CONFIG[key] for key in CONFIG if key != "quantization_config"}, "no quantization_config"),
         (CONFIG | {"num_experts": 128}, "num_experts = 128, the contract's experts = 3"),
@@ -282,7 +288,12 @@ GATE = "model.layers.2.mlp.experts.1.gate_proj."
     ("name", "tensor", "message"),
     [
         (GATE + "qzeros", None, f"tensor {GATE}qzeros is missing; expected I32 [2, 32]"),
-        (GATE + "qweight", None, "model.layers.2.mlp.experts has 2 experts, not 1; contract 'small-tp4' has 3"),
+        (
+            GATE + "qweight",
+            None,
+            "model.layers.2.mlp.experts lacks expert 1 (no tensor 1.gate_proj.qweight): it has 2, "
+            "contract 'small-tp4' has 3",
+        ),
         (GATE + "qweight", np.zeros((256, 8), np.int32), f"{GATE}qweight is I32 [256, 8]; "),
         (GATE + "qweight", np.zeros((64, 32), np.uint32), f"{GATE}qweight is U32 [64, 32]; "),
         (GATE + "scales", np.zeros((2, 256), np.float32), f"{GATE}scales is F32 [2, 256]; "),
@@ -291,7 +302,7 @@ GATE = "model.layers.2.mlp.experts.1.gate_proj."
         (
             "model.layers.2.mlp.experts.3.gate_proj.qweight",
             np.zeros((64, 32), np.int32),
-            "model.layers.2.mlp.experts has 4 experts; contract 'small-tp4' has 3",
+            "model.layers.2.mlp.experts has 4 experts, contract 'small-tp4' has 3",
         ),
     ],
 )
@@ -338,7 +349,24 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(folder: Path, tmp_path:
             "expected weight_map", "weight_map"
         )
     index.unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "model.safetensors: is a folder; expected a safetensors file" in refusal(folder)
+    (folder / "model.safetensors").rmdir()
     assert "expected model.safetensors.index.json or model.safetensors beside config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("key", ["quant_method", "bits"])
+@pytest.mark.parametrize("depth", [100, 2000, 10**5, 10**6])
+def test_deeply_nested_json_is_refused(folder: Path, key: str, depth: int) -> None:
+    config = json.dumps(quantized(**{key: "HERE"})).replace('"HERE"', "[" * depth + "]" * depth)
+    (folder / "config.json").write_text(config)
+    assert "config.json: " in refusal(folder)
+
+
+def test_the_last_expert_missing_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": QUANTIZATION}))
+    message = refusal(folder, replace(TP4, experts=4))
+    assert "lacks expert 3 (no tensor 3.gate_proj.qweight): it has 3, contract 'small-tp4' has 4" in message
 
 
 def test_a_checkpoint_that_fits_is_found_to_fit_with_its_layers(tmp_path: Path) -> None:
@@ -366,4 +394,13 @@ def test_the_check_looks_at_the_last_experts_last_tensor(tmp_path: Path) -> None
 def test_the_check_misses_an_expert_of_a_later_layer(tmp_path: Path) -> None:
     tensors = layer_tensors("model.layers.2.mlp.experts") | layer_tensors("model.layers.3.mlp.experts")
     del tensors["model.layers.3.mlp.experts.1.gate_proj.qweight"]
-    assert "model.layers.3.mlp.experts has 2 experts, not 1" in checked(write(tmp_path, tensors))
+    assert "model.layers.3.mlp.experts lacks expert 1 " in checked(write(tmp_path, tensors))
+
+
+def test_the_check_looks_at_every_tensor_of_a_later_layer(tmp_path: Path) -> None:
+    tensors = layer_tensors("model.layers.2.mlp.experts") | layer_tensors("model.layers.3.mlp.experts")
+    name = "model.layers.3.mlp.experts.2.down_proj.scales"
+    scales = tensors.pop(name)
+    assert f"tensor {name} is missing" in checked(write(tmp_path, tensors))
+    tensors[name] = scales[:4].copy()
+    assert f"{name} is F16 [4, 64]; " in checked(write(tmp_path, tensors))

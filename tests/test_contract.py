@@ -119,6 +119,11 @@ def test_built_in_contracts_are_sorted_and_differ_in_digest() -> None:
         ({"experts": 5000}, "experts = 5000: expected 1 to 4096|nearest valid: 4096"),
         ({"tensor_parallel": 0}, "tensor_parallel = 0: expected 1 to 64|nearest valid: 1"),
         ({"hidden": 0}, "hidden = 0: expected 32 to 65536"),
+        ({"hidden": 10**32 - 1}, f"hidden = {10**32 - 1}: expected 32 to 65536; nearest valid: 65536"),
+        ({"top_k": 10**30}, f"top_k = {10**30}: expected 1 to 64; nearest valid: 64"),
+        ({"top_k": 100, "experts": 5}, "top_k = 100: expected 1 to 64; nearest valid: 5"),
+        ({"hidden": 0x10**5000}, "hidden = an integer too long to print: expected an integer"),
+        ({"weights": 0x10**5000}, "weights = an integer too long to print: expected a table"),
         ({"weights__stats_bytes": 5}, "weights.stats_bytes = 5|nearest valid: 4"),
         ({"weights__layout": "awq"}, "weights.stats_bytes = 3, interleaved = true: the awq layout"),
         ({"weights__layout": "sm70u4"}, "weights.layout = 'sm70u4'|did you mean sm70-u4?"),
@@ -127,8 +132,21 @@ def test_built_in_contracts_are_sorted_and_differ_in_digest() -> None:
         ({"tuning__tolerance": float("nan")}, "tuning.tolerance = nan: expected 0.00021"),
         ({"tuning__routings": {"zip": 1}}, "tuning.routings.zip|did you mean zipf?"),
         ({"tuning__routings": {"zipf": 0}}, "tuning.routings.zipf = 0.0: expected a weight > 0"),
-        ({"tuning__routings": {"zipf": -1, "uniform": 3}}, "tuning.routings.zipf = -0.5: expected a weight > 0"),
+        ({"tuning__routings": {"zipf": -1, "uniform": 3}}, "tuning.routings.zipf = -1.0: expected a weight > 0"),
         ({"tuning__routings": {"zipf": float("inf")}}, "tuning.routings.zipf = inf: expected a weight > 0"),
+        (
+            {"tuning__routings": {"zipf": 1e308, "uniform": 1e308}},
+            "zipf = 1e+308: expected a weight > 0, at most 1e+06",
+        ),
+        (
+            {"tuning__routings": {"zipf": float("inf"), "hot": -float("inf")}},
+            "hot = -inf: expected|zipf = inf: expected",
+        ),
+        (
+            {"tuning__routings": {"./rec.txt": 1}},
+            "tuning.routings../rec.txt|or the path of a recorded .json or .npy file",
+        ),
+        ({"tuning__routings": {"folder/rec": 1}}, "tuning.routings.folder/rec|a recorded .json or .npy file"),
         ({"tuning__routings": {}}, "tuning.routings is empty"),
         ({"quantization__bits": 8}, "quantization.bits = 8: only bits = 4 is supported"),
         ({"quantization__zero_point": False}, "quantization.zero_point = false: only zero_point = true"),
@@ -155,6 +173,28 @@ def test_a_refusal_names_the_rule_the_values_and_a_valid_choice(broken: dict[str
     message = refusal(**broken)
     for part in advice.split("|"):
         assert part in message
+
+
+@pytest.mark.parametrize("key", ["hidden", "intermediate", "tensor_parallel", "top_k", "experts"])
+@pytest.mark.parametrize("value", [-1, 0, 10**32 - 1])
+def test_a_size_out_of_range_brings_one_suggestion_which_is_valid(key: str, value: int) -> None:
+    lines = refusal(**{key: value}).splitlines()
+    assert len(lines) == 1
+    assert "  " not in lines[0]
+    if "nearest valid: " in lines[0]:
+        suggested = int(lines[0].rpartition("nearest valid: ")[2])
+        Contract.from_dict(content(**{key: suggested}))
+
+
+def test_a_size_out_of_range_whose_limit_does_not_divide_brings_no_suggestion() -> None:
+    assert refusal(intermediate=10**6, tensor_parallel=5).endswith("intermediate = 1000000: expected 32 to 65536")
+
+
+def test_no_suggestion_leaves_the_range() -> None:
+    found = [
+        int(n) for n in re.findall(r"= (\d+)", refusal(quantization__checkpoint_group=10**6).rpartition("valid:")[2])
+    ]
+    assert all(n <= 65536 for n in found)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -263,10 +303,29 @@ def test_a_contract_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: 
         (tmp_path / name).write_bytes(text)
         with pytest.raises(ContractError, match=rf"{name}: not TOML: "):
             contracts.load(str(tmp_path / name))
-    with pytest.raises(ContractError, match=r"gone\.toml: no such file"):
+    with pytest.raises(ContractError, match=r"gone\.toml: no such file; give a contract's TOML file"):
         contracts.load(str(tmp_path / "gone.toml"))
     with pytest.raises(ContractError, match="cannot be read: Is a directory"):
         contracts.load(str(tmp_path))
+    (tmp_path / "long.toml").write_text(f"hidden = {'9' * 5000}\n")
+    with pytest.raises(ContractError, match=r"long\.toml: holds an integer of thousands of digits; .* at most 65536"):
+        contracts.load(str(tmp_path / "long.toml"))
+    (tmp_path / "deep.toml").write_text(f"hidden = {'[' * 5000}\n")
+    with pytest.raises(ContractError, match=r"deep\.toml: nested too deeply; .* tables of one level"):
+        contracts.load(str(tmp_path / "deep.toml"))
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbf" + QWEN38.encode())
+    assert contracts.load(str(tmp_path / "mine.toml")).name == "mine"
+
+
+def test_a_text_with_a_slash_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ContractError, match=r"^\./noext: no such file; "):
+        contracts.load("./noext")
+    (tmp_path / "noext").write_text(QWEN38)
+    assert contracts.load("./noext").name == "mine"
 
 
 def test_a_refused_contract_file_is_named(tmp_path: Path) -> None:

@@ -104,6 +104,27 @@ def test_a_ledger_of_another_contract_or_target_is_refused(path: Path, key: str,
         opened(path, **{key: other})
 
 
+def test_a_ledger_of_another_contract_of_the_same_name_says_what_to_give(path: Path) -> None:
+    opened(path).close()
+    with pytest.raises(RequestError, match="another --output, give the contract another name, or move the file away"):
+        opened(path, contract="decade")
+
+
+def test_a_damaged_header_is_not_to_be_deleted(path: Path) -> None:
+    opened(path).close()
+    path.write_bytes(path.read_bytes().replace(b"c0ffee", b"c0ffeF"))
+    with pytest.raises(RequestError, match=r"line 1 of 2, its header, is damaged.*move the file away") as caught:
+        opened(path)
+    assert "delete" not in str(caught.value)
+
+
+def test_a_path_that_cannot_be_opened_is_a_wrong_request(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"ledger /dev/null/x/l\.jsonl cannot be opened .*another --output"):
+        opened(Path("/dev/null/x/l.jsonl"))
+    with pytest.raises(RequestError, match="Is a directory"):
+        opened(tmp_path)
+
+
 def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path: Path) -> None:
     path.parent.mkdir()
     path.write_text("hello\nworld\n")

@@ -33,10 +33,15 @@ def test_token_counts_are_numbers_ranges_and_lists(text: str | None, found: tupl
     assert options.levels(SMALL, text) == found
 
 
-@pytest.mark.parametrize("text", ["3", "3-4", "5-2", "0-5", "2-13", "1,7"])
+@pytest.mark.parametrize("text", ["3", "3-4", "0-5", "2-13", "1,7"])
 def test_token_counts_the_contract_does_not_have_are_refused(text: str) -> None:
     with pytest.raises(RequestError, match="contract small has the levels 1, 2, 5, 12; name some of them"):
         options.levels(SMALL, text)
+
+
+def test_a_reversed_range_is_said_to_be_one() -> None:
+    with pytest.raises(RequestError, match="concurrency '5-2': the range is reversed; give 2-5"):
+        options.levels(SMALL, "1, 5-2")
 
 
 @pytest.mark.parametrize("text", ["", "two", "1,", "1;2", "-1", "1-2-5", "1.5", "9" * 5000, "²"])

@@ -170,6 +170,69 @@ def test_a_manifest_that_is_none_is_refused(folder: Path, text: str) -> None:
         winners.read(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, "contract, contract_digest"),
+        ({"files": 3}, "files"),
+        ({"files": {"../w2_0.cu": "0"}}, "files"),
+        ({"files": {"w2_0.cu": 0}}, "files"),
+        ({"ledger": None}, "ledger"),
+        ({"levels": {}}, "levels"),
+    ],
+)
+def test_a_manifest_with_keys_missing_or_of_another_kind_is_refused_by_name(
+    tuned: Winners, folder: Path, changes: dict[str, object], named: str
+) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes if changes else {"schema": 1}))
+    for use in (lambda: winners.read(folder), lambda: winners.check_ours(tuned.ledger, folder)):
+        with pytest.raises(RequestError, match=rf"manifest\.json: .*{named}.*delete the folder and tune again"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": {"w13": {}, "w2": {}}},
+        {"config": space.parse("simt-t1-k7-u1-r1+simt-s1-k1-u1-r1").to_dict()},  # 7 does not divide the steps of K
+        {"config": 3},
+        {"stages": {}},
+        {"stages": {"w13": {"us": 1.0}, "w2": {}}},
+        {"tokens": "1"},
+        {"tokens": None},
+        {"verdicts": 3},
+        {"verdicts": [{}]},
+    ],
+)
+def test_a_level_that_is_none_is_refused_with_the_manifests_name(folder: Path, changes: dict[str, object]) -> None:
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content["levels"][0] |= changes
+    path.write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=r"manifest\.json: .*cannot be used .*tune again"):
+        winners.read(folder)
+
+
+def test_a_truncated_manifest_says_why_tune_stops_and_what_to_delete(tuned: Winners, folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RequestError, match=r"whose set the folder holds is not known: restore .* delete the folder"):
+        winners.check_ours(tuned.ledger, folder)
+
+
+def test_a_set_path_that_is_a_file_is_refused(tuned: Winners, tmp_path: Path) -> None:
+    (tmp_path / "set").write_text("mine")
+    with pytest.raises(RequestError, match=r"set is a file.*move it away"):
+        winners.check_ours(tuned.ledger, tmp_path / "set")
+
+
+def test_a_manifest_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(RequestError, match=r"manifest\.json cannot be read: Is a directory"):
+        winners.read(tmp_path)
+
+
 def test_a_folder_without_a_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no tuned set is there"):
         winners.read(tmp_path)
@@ -195,6 +258,13 @@ def test_the_same_ledger_replaces_its_set_and_drops_kernels_no_level_uses(tuned:
     winners.write(one, folder)
     assert winners.read(folder).date == "2026-11-30"
     assert set(contents(folder)) == {*winners.rerender(one), "manifest.json"}
+
+
+def test_a_users_own_kernels_in_the_folder_stay(tuned: Winners, folder: Path) -> None:
+    (folder / "mine.cu").write_text("mine")
+    one = replace(tuned, levels={1: tuned.levels[1]})
+    winners.write(one, folder)
+    assert set(contents(folder)) == {*winners.rerender(one), "manifest.json", "mine.cu"}
 
 
 def test_an_empty_folder_is_filled(tuned: Winners, tmp_path: Path) -> None:

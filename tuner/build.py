@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import cache, worker
-from tuner.errors import BuildFailed, MissingTool, RequestError, TrialTimeout
+from tuner.errors import BuildFailed, MissingTool, RequestError, TrialTimeout, VoltuneError
 from tuner.render import Source
 
 # -fmad=false: fusions are written out in the source, so that every executor rounds alike.
@@ -144,7 +144,8 @@ def build_each(
     """Builds every source on `workers` processes (default: the CPUs); yields (index, outcome) as each one ends.
 
     Cached ones come first. A source that is refused, or that crashes the compiler or outlasts COMPILE_TIMEOUT_S, is a
-    BuildFailed and harms no other. Raises MissingTool when a source is not cached and this machine cannot build it.
+    BuildFailed and harms no other. Raises MissingTool when a source is not cached and this machine cannot build it, and
+    what else is no source's fault: RequestError for a cache that cannot be used.
     """
     missing: MissingTool | None = None
     made_by = ""
@@ -164,6 +165,8 @@ def build_each(
     jobs = [(sources[index], arch) for index in todo]
     count = workers if workers is not None else len(os.sched_getaffinity(0))
     for job, outcome in worker.run_all(build, jobs, workers=count, timeout_s=COMPILE_TIMEOUT_S, crash=BuildFailed):
+        if isinstance(outcome, VoltuneError) and not isinstance(outcome, BuildFailed | TrialTimeout):
+            raise outcome
         yield todo[job], BuildFailed(str(outcome)) if isinstance(outcome, TrialTimeout) else outcome
 
 
@@ -189,9 +192,13 @@ class Ahead:
         self._builds = build_each(self._coming, self.arch, self._workers)
 
     def image(self, source: Source) -> Image:
-        """The Image of source. Raises BuildFailed or MissingTool."""
+        """The Image of source. Raises BuildFailed, or MissingTool or RequestError as `build_each` does."""
         while source in self._coming and source not in self._built:
-            index, outcome = next(self._builds)
+            try:
+                index, outcome = next(self._builds)
+            except VoltuneError:
+                self._coming = ()  # a generator that raised gives nothing more
+                raise
             self._built[self._coming[index]] = outcome
         if source not in self._built:
             self._built[source] = build_many([source], self.arch, 1)[0]  # in a process of its own: NVRTC may crash

@@ -6,6 +6,7 @@ layer's own tensors are read, only the rank's rows and columns of them, and one 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -82,19 +83,18 @@ class Fit:
 def check(folder: str | Path, contract: Contract) -> Fit:
     """Whether the checkpoint is of the contract, from its headers alone: no weight is read.
 
-    Looks at format, counts, the experts of every layer by name, and the first such layer's tensors by dtype and shape.
+    Looks at format, counts, and every tensor of every layer's experts by name, dtype and shape.
     Raises CheckpointError as `read_layer` does, but for scales f16 cannot hold.
     """
     folder = Path(folder)
     files, layers = _layers(folder, contract)
     found = [_experts(layers, layer, contract, folder) for layer in layers.found]
-    gate, up, down = found[0].projections
     wide, tall = _shapes(contract)
     with ExitStack() as stack:
         reader = _Reader(folder, files, contract, stack)
-        for expert in range(contract.experts):
-            for name, shape in ((gate, wide), (up, wide), (down, tall)):
-                reader.check(f"{found[0].path}.{expert}.{name}", shape)
+        for experts, expert in itertools.product(found, range(contract.experts)):
+            for name, shape in zip(experts.projections, (wide, wide, tall), strict=True):
+                reader.check(f"{experts.path}.{expert}.{name}", shape)
     return Fit(found[0].path, tuple(layers.found))
 
 
@@ -112,7 +112,9 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
             f"{path}: {error.strerror}; expected a Hugging Face checkpoint's folder, with config.json and *.safetensors"
         ) from None
     except ValueError as error:  # not JSON, or not UTF-8
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
+        raise CheckpointError(f"{path}: not JSON: {error}; download it again") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: nested too deeply for a checkpoint's JSON; download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found a {type(content).__name__}")
     return content
@@ -152,6 +154,11 @@ def _check_quantization(found: Mapping[str, Any], contract: Contract, folder: Pa
             else ""
         )
         raise CheckpointError(f"{where}: {'; '.join(wrong)}{hint}")
+    modules = found.get("modules_to_not_convert")
+    if modules is not None and not (isinstance(modules, list) and all(isinstance(module, str) for module in modules)):
+        raise CheckpointError(
+            f"{where}.modules_to_not_convert = {json.dumps(modules)}: expected a list of module names; mend config.json"
+        )
 
 
 def _check_counts(sections: list[dict[str, Any]], contract: Contract, folder: Path) -> None:
@@ -190,7 +197,10 @@ def _open(path: Path, stack: ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(path, framework="numpy"))
     except OSError as error:
-        raise CheckpointError(f"{path}: {error}; the index names this file: download the whole checkpoint") from None
+        problem = "is a folder" if path.is_dir() else error
+        raise CheckpointError(
+            f"{path}: {problem}; expected a safetensors file: download the whole checkpoint"
+        ) from None
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a whole safetensors file: {error}; download it again") from None
 
@@ -255,9 +265,12 @@ def _experts(layers: _Layers, layer: int, contract: Contract, folder: Path) -> _
     missing = sorted(set(range(contract.experts)) - set(found))
     first = next(iter(found.values()))
     if missing or len(found) != contract.experts:
+        lack = (
+            f"lacks expert {missing[0]} (no tensor {missing[0]}.{first.projections[0]}.qweight): it " if missing else ""
+        )
         raise CheckpointError(
-            f"{folder}: {first.path} has {len(found)} experts{f', not {missing[0]}' if missing else ''}; "
-            f"contract {contract.name!r} has {contract.experts}"
+            f"{folder}: {first.path} {lack}has {len(found)}{'' if missing else ' experts'}, "
+            f"contract {contract.name!r} has {contract.experts}; download the whole checkpoint or write its contract"
         )
     _check_converted(layers.quantization, first.path, folder)
     return first
@@ -266,7 +279,7 @@ def _experts(layers: _Layers, layer: int, contract: Contract, folder: Path) -> _
 def _check_converted(quantization: Mapping[str, Any], path: str, folder: Path) -> None:
     """Whole dotted parts are compared: "gate" means the router, not gate_proj."""
     for module in quantization.get("modules_to_not_convert") or ():
-        if f".{str(module).strip('.')}." in f".{path}.":
+        if f".{module.strip('.')}." in f".{path}.":
             raise CheckpointError(
                 f"{folder / 'config.json'}: quantization_config.modules_to_not_convert has {module!r}, "
                 f"which leaves {path} unquantised; expected AWQ experts: take another layer or checkpoint"

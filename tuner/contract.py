@@ -23,6 +23,7 @@ from tuner.errors import ContractError
 LAYOUTS = ("sm70-u4", "awq")
 NUMERICS = ("exact", "engine")
 ROUTINGS = ("uniform", "zipf", "round-robin", "single-hot", "hot")
+ROUTING_FILES = (".json", ".npy")  # what tuner/routing.py reads
 GROUPS = (32, 64, 128)
 MAX_ROUTED_ROWS = 1024
 BUILTIN_FOLDER = Path(__file__).parent / "contracts"
@@ -39,6 +40,7 @@ _SIZES = {
     "hidden": (32, 65536),
     "intermediate": (32, 65536),
 }
+_MAX_ROUTING_WEIGHT = 1e6  # sums of larger ones overflow sooner or later, and no share needs them
 
 _REQUIRED = object()
 # section -> key -> (type, default). None as a default: it follows from other keys.
@@ -195,8 +197,8 @@ def load(name_or_path: str) -> Contract:
     Raises ContractError: no such name or file, not TOML, or not a valid contract.
     """
     path = Path(name_or_path)
-    if path.suffix == ".toml" or len(path.parts) > 1:
-        contract = _from_file(path)
+    if path.suffix == ".toml" or "/" in name_or_path:
+        contract = _from_file(path, name_or_path)
         for routing, _ in contract.routings:
             if routing not in ROUTINGS and not Path(routing).is_file():
                 raise ContractError(
@@ -212,17 +214,26 @@ def load(name_or_path: str) -> Contract:
     return _from_file(BUILTIN_FOLDER / f"{name_or_path}.toml")
 
 
-def _from_file(path: Path) -> Contract:
+def _from_file(path: Path, given: str = "") -> Contract:
+    """The contract in `path`, which the caller wrote as `given`. Raises ContractError."""
     try:
-        content = tomllib.loads(path.read_bytes().decode("utf-8"))
+        content = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise ContractError(
-            f"{path}: no such file; give a contract's TOML file, or a built-in name without .toml"
+            f"{given or path}: no such file; give a contract's TOML file, or a built-in name without folder and .toml"
         ) from None
     except OSError as error:
         raise ContractError(f"{path}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ContractError(f"{path}: not TOML: {error}") from None
+    except ValueError:  # Python reads no longer number
+        raise ContractError(
+            f"{path}: holds an integer of thousands of digits; a contract's sizes are at most {_SIZES['hidden'][1]}"
+        ) from None
+    except RecursionError:
+        raise ContractError(
+            f"{path}: nested too deeply; a contract has tables of one level, lists of integers"
+        ) from None
     return Contract.from_dict(content, str(path))
 
 
@@ -264,6 +275,8 @@ def _is(value: object, kind: type) -> bool:
         return kind is bool
     if kind is float and isinstance(value, int):
         return abs(value) < 2**53  # beyond, a float would be another number
+    if isinstance(value, int) and value.bit_length() > 1024:  # hexadecimal has no limit, but printing has
+        return False
     return isinstance(value, kind)
 
 
@@ -276,20 +289,27 @@ def _key_hint(key: str, section: str, allowed: list[str]) -> str:
 
 def _normalised(weights: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     """By name, summing to 1; weights that already do stay bit for bit: writing and reading back changes nothing."""
-    total = math.fsum(weights.values())
-    usable = math.isfinite(total) and total > 0 and abs(total - 1) > 1e-12
-    return tuple((name, float(weight) / total if usable else float(weight)) for name, weight in sorted(weights.items()))
+    usable = all(0 < weight <= _MAX_ROUTING_WEIGHT for weight in weights.values())  # else they are refused as written
+    total = math.fsum(weights.values()) if usable else 1.0
+    divisor = total if abs(total - 1) > 1e-12 else 1.0
+    return tuple((name, float(weight) / divisor) for name, weight in sorted(weights.items()))
 
 
 def _value_problems(c: Contract) -> Iterator[str]:
     """Rules on one value at a time, and on levels against top_k."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", c.name) or len(c.name) > 64:
         yield f"name = {c.name!r}: expected at most 64 of a-z, 0-9 and single dashes: it names folders and ops"
-    for key, (least, most) in _SIZES.items():
-        value = getattr(c, key)
-        if not least <= value <= most:
-            yield f"{key} = {value}: expected {least} to {most}; nearest valid: {min(max(value, least), most)}"
-    if c.top_k > c.experts:
+    outside = _outside(c)
+    clamped = {key: min(max(getattr(c, key), least), most) for key, (least, most) in _SIZES.items()}
+    if "experts" in outside:
+        clamped["experts"] = max(clamped["experts"], clamped["top_k"])
+    clamped["top_k"] = min(clamped["top_k"], clamped["experts"])
+    shape = {key: clamped[key] for key in ("tensor_parallel", "hidden", "intermediate")}
+    divides = c.checkpoint_group >= 32 and not any(replace(_Shape.of(c), **shape).problems())
+    for key in outside:
+        advice = f"; nearest valid: {clamped[key]}" if divides or key not in shape else ""
+        yield f"{key} = {getattr(c, key)}: expected {_SIZES[key][0]} to {_SIZES[key][1]}{advice}"
+    if c.top_k > c.experts and not {"top_k", "experts"} & {*outside}:
         yield f"top_k <= experts: top_k = {c.top_k}, experts = {c.experts}; nearest valid: top_k = {c.experts}"
     for key, value, choices in (("weights.layout", c.layout, LAYOUTS), ("tuning.numerics", c.numerics, NUMERICS)):
         if value not in choices:
@@ -309,16 +329,21 @@ def _value_problems(c: Contract) -> Iterator[str]:
     yield from _routing_problems(c.routings)
 
 
+def _outside(c: Contract) -> list[str]:
+    """The sizes out of their range; the rules between sizes are silent about them."""
+    return [key for key, (least, most) in _SIZES.items() if not least <= getattr(c, key) <= most]
+
+
 def _level_problems(c: Contract) -> Iterator[str]:
     levels = list(c.levels)
     valid = sorted({level for level in levels if level >= 1})
     if not levels or levels != valid:
         yield f"tuning.levels = {levels}: expected distinct token counts >= 1, ascending; nearest valid: {valid or [1]}"
-    elif levels[-1] * c.top_k > MAX_ROUTED_ROWS:
+    elif "top_k" not in _outside(c) and levels[-1] * c.top_k > MAX_ROUTED_ROWS:
         yield (
             f"levels[-1] * top_k <= {MAX_ROUTED_ROWS}: {levels[-1]} * {c.top_k} = {levels[-1] * c.top_k} routed rows, "
             "more than one CTA compacts in its shared memory; "
-            f" nearest valid: a highest level of {max(1, MAX_ROUTED_ROWS // max(1, c.top_k))}"
+            f"nearest valid: a highest level of {MAX_ROUTED_ROWS // c.top_k}"
         )
 
 
@@ -326,13 +351,15 @@ def _routing_problems(routings: tuple[tuple[str, float], ...]) -> Iterator[str]:
     if not routings:
         yield f"tuning.routings is empty: expected one or more of {', '.join(ROUTINGS)}, or a recorded file"
     for name, weight in routings:
-        # A bare word is a name; a file shows itself by a folder or an ending. Whether it exists is asked where a
-        # contract file is loaded, not where a manifest that carries one is read on another machine.
-        if name not in ROUTINGS and len(Path(name).parts) < 2 and not Path(name).suffix:
-            hint = _did_you_mean(name, ROUTINGS)
-            yield f"tuning.routings.{name}{hint}; expected one of {', '.join(ROUTINGS)}, or a recorded file's path"
-        if not (math.isfinite(weight) and weight > 0):
-            yield f"tuning.routings.{name} = {weight}: expected a weight > 0"
+        # Whether a file exists is asked where a contract file is loaded, not where a manifest that carries one is read
+        # on another machine.
+        if name not in ROUTINGS and Path(name).suffix not in ROUTING_FILES:
+            yield (
+                f"tuning.routings.{name}{_did_you_mean(name, ROUTINGS)}; expected one of {', '.join(ROUTINGS)}, "
+                f"or the path of a recorded {' or '.join(ROUTING_FILES)} file"
+            )
+        if not 0 < weight <= _MAX_ROUTING_WEIGHT:  # NaN lands here too
+            yield f"tuning.routings.{name} = {weight}: expected a weight > 0, at most {_MAX_ROUTING_WEIGHT:.0e}"
 
 
 @dataclass(frozen=True)
@@ -345,6 +372,10 @@ class _Shape:
     intermediate: int
     layout: str
     checkpoint_group: int
+
+    @classmethod
+    def of(cls, c: Contract) -> _Shape:
+        return cls(c.tensor_parallel, c.group, c.hidden, c.intermediate, c.layout, c.checkpoint_group)
 
     def problems(self) -> Iterator[str]:
         local = self.intermediate // self.tensor_parallel
@@ -379,9 +410,9 @@ def _shape_problems(c: Contract) -> list[str]:
         return [
             f"quantization.checkpoint_group = {c.checkpoint_group}: expected at least 32, the smallest the kernels run"
         ]
-    if min(c.tensor_parallel, c.hidden, c.intermediate) < 1:
+    if {"tensor_parallel", "hidden", "intermediate"} & {*_outside(c)}:
         return []  # named by their ranges already
-    shape = _Shape(c.tensor_parallel, c.group, c.hidden, c.intermediate, c.layout, c.checkpoint_group)
+    shape = _Shape.of(c)
     problems = list(shape.problems())
     return [*problems, f"nearest valid: {_nearest(shape)}"] if problems else []
 
@@ -396,9 +427,11 @@ def _nearest(shape: _Shape) -> str:
     }
     model: dict[str, list[Any]] = {
         "checkpoint_group": sorted(GROUPS, key=lambda g: abs(g - shape.checkpoint_group)),
-        "hidden": _multiples_near(shape.hidden, step),
+        "hidden": _multiples_near(shape.hidden, step, _SIZES["hidden"][1]),
         "intermediate": _multiples_near(
-            shape.intermediate, math.lcm(step, shape.tensor_parallel * max(shape.group, 32))
+            shape.intermediate,
+            math.lcm(step, shape.tensor_parallel * max(shape.group, 32)),
+            _SIZES["intermediate"][1],
         ),
     }
     for choices in (free, free | model):
@@ -419,9 +452,10 @@ def _first_fit(shape: _Shape, keys: tuple[str, ...], choices: dict[str, list[Any
     return None
 
 
-def _multiples_near(value: int, step: int) -> list[int]:
+def _multiples_near(value: int, step: int, most: int) -> list[int]:
     down = value // step * step
-    return sorted({max(down, step), down + step}, key=lambda m: abs(m - value))
+    near = {max(down, step), down + step}
+    return sorted((m for m in near if m <= most), key=lambda m: abs(m - value))
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -430,7 +464,10 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _toml(value: object) -> str:
-    return json.dumps(value, default=str)
+    try:
+        return json.dumps(value, default=str)
+    except ValueError:
+        return "an integer too long to print"
 
 
 def _report(where: str, problems: list[str]) -> str:

@@ -47,11 +47,17 @@ class Ledger:
         """The ledger at `path` for the contract of that digest and that target, made where there is none.
 
         `circumstances` names what results depend on, value by value. A torn last line, which a killed process leaves,
-        is moved to `<path>.torn` and said in `notes`. Raises RequestError: held by another process, made for something
-        else, of another version, or damaged before its last line.
+        is moved to `<path>.torn` and said in `notes`. Raises RequestError: not to be opened, held by another process,
+        made for something else, of another version, or damaged before its last line.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise RequestError(
+                f"the ledger {path} cannot be opened ({error.strerror}): it must be a file in a folder that can be "
+                "written; give another --output, or move away what is in its place"
+            ) from error
         try:
             _lock(descriptor, path)
             rows, notes = _recover(descriptor, path)
@@ -132,14 +138,15 @@ class Ledger:
         header = self._rows[0]
         if header.get("kind") != "header":
             raise RequestError(
-                f"{self.path}: line 1 is not a ledger's header; give another file, or move this one away"
+                f"{self.path}: line 1 is not a ledger's header; give another --output, or move the file away"
             )
         expected = {"version": VERSION, "contract": contract, "target": target}
         for key, value in expected.items():
             if header.get(key) != value:
+                rename = "give the contract another name, " if key == "contract" else ""
                 raise RequestError(
                     f"{self.path}: made for {key} {header.get(key)!r}, not {value!r}; "
-                    "give another file, or move this one away"
+                    f"give another --output, {rename}or move the file away"
                 )
 
 
@@ -171,7 +178,7 @@ def _lock(descriptor: int, path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RequestError(
-            f"{path}: another process is tuning with this ledger; wait for it, stop it, or give another file"
+            f"{path}: another process is tuning with this ledger; wait for it, stop it, or give another --output"
         ) from None
 
 
@@ -185,9 +192,12 @@ def _recover(descriptor: int, path: Path) -> tuple[list[Row], tuple[str, ...]]:
             rows.append(row)
             continue
         if number < len(lines):
+            what, remedy = "", "delete that line to measure its trial again"
+            if number == 1:
+                what, remedy = ", its header,", "move the file away to measure every trial again"
             raise RequestError(
-                f"{path}: line {number} of {len(lines)} is damaged (its checksum does not fit): "
-                "restore the file from a copy, or delete that line to measure its trial again"
+                f"{path}: line {number} of {len(lines)}{what} is damaged (its checksum does not fit): "
+                f"restore the file from a copy, or {remedy}"
             )
         torn = path.with_name(path.name + ".torn")
         with torn.open("ab") as aside:

@@ -35,6 +35,8 @@ def levels(contract: Contract, text: str | None) -> tuple[int, ...]:
         if match is None:
             raise RequestError(f"concurrency {text!r}: expected token counts such as 8, 2-8 or 1,2,4")
         first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise RequestError(f"concurrency {part.strip()!r}: the range is reversed; give {last}-{first}")
         within = {level for level in contract.levels if first <= level <= last}
         if not within or first < contract.levels[0] or last > contract.levels[-1]:
             raise RequestError(

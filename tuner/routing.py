@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tuner.contract import ROUTINGS, Contract
+from tuner.contract import ROUTING_FILES, ROUTINGS, Contract
 from tuner.errors import RequestError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -105,8 +105,6 @@ _MAKERS: dict[str, Callable[[Contract, int, np.random.Generator], Array]] = {
     "hot": _hot,
 }
 
-_SUFFIXES = (".json", ".npy")
-
 
 def make(name: str, contract: Contract, tokens: int, seed: int) -> Routing:
     """A routing of `tokens` tokens over the contract's experts; the same arguments give the same routing.
@@ -126,7 +124,7 @@ def make(name: str, contract: Contract, tokens: int, seed: int) -> Routing:
         ids = _MAKERS[name](contract, tokens, rng).astype(np.int32)
         return Routing(name, ids, _weights(tokens, contract.top_k, rng), contract.experts)
     path = Path(name)
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in ROUTING_FILES:
         raise RequestError(
             f"unknown routing {name!r}; expected one of {', '.join(ROUTINGS)}, "
             "or the path of a recorded .json or .npy file"

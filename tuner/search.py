@@ -23,6 +23,7 @@ from tuner.measure import Timing
 from tuner.space import STAGES, Config, Stage, StageConfig
 
 BATCH = 8  # proposals asked for at once, so that their builds run side by side
+COSTED = 8  # trials before an estimate of the time left: the first ones pay for cold caches and first builds
 ASKS_PER_TRIAL = 20  # TPE repeats up to half of its asks; past this the rest is drawn instead
 
 
@@ -31,7 +32,7 @@ class SearchInterrupted(VoltuneError):
 
 
 class NothingWorks(VoltuneError):
-    """No configuration of a stage fits the device, runs, or gives the right result."""
+    """No configuration of a stage runs, or gives the right result."""
 
 
 class Evaluator(Protocol):
@@ -105,8 +106,8 @@ def tune(
 ) -> dict[tuple[int, Stage], StageResult]:
     """Search every level and stage of the job.
 
-    Raises SearchInterrupted on Ctrl-C, NothingWorks where no configuration fits the device, and what the evaluator
-    raises as RequestError or MissingTool: those are not a configuration's fault.
+    Raises SearchInterrupted on Ctrl-C, RequestError where no configuration fits the device or the ledger's trials are
+    none, and what the evaluator raises as RequestError or MissingTool: those are not a configuration's fault.
     """
     run = _Run(job, evaluator, ledger, progress)
     with interruptible(ledger):
@@ -142,12 +143,21 @@ class _Run:
         for stage, found in self.feasible.items():
             if not found:
                 first = self.default.stage(stage)
-                raise NothingWorks(f"no {stage} configuration fits the device; {job.why_invalid(stage, first)}")
+                raise RequestError(
+                    f"contract {job.contract.name}: no {stage} configuration fits the device; "
+                    f"{job.why_invalid(stage, first)}: lower the contract's highest level or its sizes, "
+                    "or give another --gpu"
+                )
         self.trials: dict[tuple[int, str], dict[str, Row]] = {}
         self.costs = _Costs()
         fitting = {(stage, config.key()) for stage, found in self.feasible.items() for config in found}
         for row in ledger.rows("trial"):
             if (row["stage"], row["key"]) in fitting:
+                if not _has_outcome(row):
+                    raise RequestError(
+                        f"{ledger.path}: the trial of {row['stage']} {row['key']} at {row['tokens']} tokens has "
+                        "neither a timing nor a failure: delete its line to measure it again"
+                    )
                 self.trials.setdefault((row["tokens"], row["stage"]), {})[row["key"]] = row
                 self.costs.add(row)
         self.results: dict[tuple[int, Stage], StageResult] = {}
@@ -241,10 +251,11 @@ class _Run:
         known = self.trials[tokens, stage]
         figures = [us for us in map(_us, known.values()) if us is not None]
         best = min(figures, default=None)
-        self.progress(Progress(tokens, stage, len(known), self.planned(stage), best, self.remaining()))
+        planned = self.planned(stage)  # the ledger may know more
+        self.progress(Progress(tokens, stage, min(len(known), planned), planned, best, self.remaining()))
 
     def remaining(self) -> float | None:
-        """Seconds for the trials that are not in the ledger yet; None before the first trial."""
+        """Seconds for the trials that are not in the ledger yet; None before COSTED trials."""
         left = dict.fromkeys(STAGES, 0)
         for tokens, stage in self.open:
             left[stage] += max(0, self.planned(stage) - len(self.trials.get((tokens, stage), ())))
@@ -286,7 +297,7 @@ class _Costs:
         return sum(self._new) + sum(self._again)
 
     def estimate(self, left: Mapping[Stage, int], feasible: Mapping[Stage, int]) -> float | None:
-        if not self._new:
+        if len(self._new) + len(self._again) < COSTED:
             return None
         new_mean = sum(self._new) / len(self._new)
         again_mean = sum(self._again) / len(self._again) if self._again else 0.0
@@ -368,6 +379,14 @@ def circumstances(contract: Contract, evaluator: Evaluator, **others: str) -> di
     """What a ledger's answers depend on: spaces, evaluator, and what the caller adds (toolchain, sources ...)."""
     spaces = {f"space_{stage}": space.space_digest(contract, stage) for stage in STAGES}
     return {**spaces, "word": evaluator.word, "device": evaluator.device, **others}
+
+
+def _has_outcome(row: Row) -> bool:
+    """Whether a trial has what `_us` and `result` read."""
+    timing, failure = row.get("timing"), row.get("failure")
+    if timing is not None:
+        return isinstance(timing, dict) and isinstance(timing.get("us"), int | float)
+    return isinstance(failure, dict) and {"class", "text"} <= failure.keys()
 
 
 def _us(row: Row) -> float | None:

@@ -20,13 +20,18 @@ from typing import Any
 from tuner import plan, render, space
 from tuner.choose import LevelResult
 from tuner.contract import Contract
-from tuner.errors import RequestError
+from tuner.errors import InvalidConfig, RequestError
 from tuner.plan import PlanName
 from tuner.search import Evaluator
 from tuner.space import STAGES, Config, Stage, StageConfig
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+_KINDS = {
+    **dict.fromkeys(("contract_digest", "target", "word", "device", "date", "ledger"), str),
+    **dict.fromkeys(("contract", "toolchain", "files"), dict),
+    "levels": list,
+}
 PLANS: tuple[PlanName, ...] = ("fused", "staged")  # whose kernels a set holds: the whole op, and the stages alone
 
 
@@ -150,7 +155,10 @@ def write(winners: Winners, folder: Path) -> None:
 
 
 def read(folder: Path) -> Winners:
-    """The set in `folder`. Raises RequestError: no set, of another schema, or a kernel that is missing or altered."""
+    """The set in `folder`.
+
+    Raises RequestError: no set, of another schema, a manifest that is none, or a kernel that is missing or altered.
+    """
     content = _manifest(folder)
     for name, digest in content["files"].items():
         path = folder / name
@@ -165,7 +173,13 @@ def read(folder: Path) -> Winners:
             f"{folder / MANIFEST}: its contract has digest {contract.digest()}, not {content['contract_digest']}: "
             "it was altered, or made by another version of Voltune; tune again"
         )
-    levels = {level["tokens"]: _level(level) for level in content["levels"]}
+    try:
+        levels = dict(_level(contract, level) for level in content["levels"])
+    except (InvalidConfig, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RequestError(
+            f"{folder / MANIFEST}: a level in it cannot be used ({type(error).__name__}: {error}): "
+            "it was altered; restore it, or tune again"
+        ) from error
     same = {name: content[name] for name in ("target", "word", "device", "toolchain", "date", "ledger")}
     return Winners(contract=contract, levels=levels, **same)
 
@@ -216,8 +230,11 @@ def _summary(timing: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if timing is None else {name: value for name, value in timing.items() if name != "samples"}
 
 
-def _level(content: Mapping[str, Any]) -> LevelWinner:
-    return LevelWinner(
+def _level(contract: Contract, content: Mapping[str, Any]) -> tuple[int, LevelWinner]:
+    """A level of a manifest. What is no level raises InvalidConfig, or what Python does where a value is not there."""
+    if type(content["tokens"]) is not int or not all("ok" in verdict for verdict in content["verdicts"]):
+        raise ValueError("expected an integer for tokens, and an ok in every verdict")
+    level = LevelWinner(
         config=space.from_dict(content["config"]),
         stages={stage: StageWinner(**content["stages"][stage]) for stage in STAGES},
         verdicts=tuple(content["verdicts"]),
@@ -225,6 +242,8 @@ def _level(content: Mapping[str, Any]) -> LevelWinner:
         whole=content["whole"],
         all_experts=content["all_experts"],
     )
+    plan.make(contract, level.config)
+    return content["tokens"], level
 
 
 def _kernels(winners: Winners, level: LevelWinner) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
@@ -241,6 +260,7 @@ def _kernels(winners: Winners, level: LevelWinner) -> tuple[dict[str, dict[str, 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
+    remedy = "restore the file, or delete the folder and tune again"
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -248,17 +268,33 @@ def _manifest(folder: Path) -> dict[str, Any]:
             f"no {MANIFEST} in {folder}: no tuned set is there; run tune, or give another folder"
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RequestError(f"{path} is not JSON ({error}): restore it, or delete the folder and tune again") from None
+        raise RequestError(
+            f"{path} is not JSON ({error}), so that whose set the folder holds is not known: {remedy}"
+        ) from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise RequestError(
             f"{path} has schema {schema!r}, and this Voltune reads {SCHEMA}: use the version that wrote it"
         )
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(content.get(name), kind)]
+    if "files" not in wrong and not all(_is_kernel(*item) for item in content["files"].items()):
+        wrong.append("files")
+    if wrong:
+        raise RequestError(f"{path}: missing or not what a manifest has: {', '.join(sorted(wrong))}; {remedy}")
     return dict(content)
+
+
+def _is_kernel(name: str, digest: object) -> bool:
+    """Whether a manifest's entry is of a file in its own folder: `_fill` deletes what a former manifest names."""
+    return Path(name).name == name and name.endswith(".cu") and isinstance(digest, str)
 
 
 def check_ours(ledger: str, folder: Path) -> None:
     """Whether `write` may put a set of that ledger into `folder`. Raises RequestError as it does."""
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"{folder} is a file, and a tuned set is a folder: move it away, or give another folder")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / MANIFEST).exists():
@@ -273,12 +309,13 @@ def check_ours(ledger: str, folder: Path) -> None:
 
 def _fill(winners: Winners, folder: Path) -> None:
     texts = rerender(winners)
+    former = _manifest(folder)["files"] if (folder / MANIFEST).exists() else {}
     for name, text in texts.items():
         write_file(folder / name, text)
     write_file(folder / MANIFEST, manifest(winners))
-    for path in folder.glob("*.cu"):
-        if path.name not in texts:
-            path.unlink()
+    for name in former:
+        if name not in texts:
+            (folder / name).unlink(missing_ok=True)
 
 
 def write_file(path: Path, text: str) -> None:
