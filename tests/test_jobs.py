@@ -202,6 +202,20 @@ def test_another_gpu_is_predicted_into_its_own_folder_from_its_own_code(request_
     assert "built for sm_90" in done.headline
 
 
+@pytest.mark.parametrize("ambiguous", [True, False])
+def test_a_row_marked_ambiguous_is_explained_under_the_table_and_only_then(
+    gpu: FakeGpu, request_: Request, ambiguous: bool
+) -> None:
+    made = tune(request_)[0].winners
+    levels = {
+        n: replace(level, stages={s: replace(w, ambiguous=ambiguous) for s, w in level.stages.items()})
+        for n, level in made.levels.items()
+    }
+    notes = jobs._notes(replace(made, levels=levels), Path("folder"))
+    assert notes[-1] == "Winners: folder; every trial: folder.jsonl"
+    assert [note.startswith("AMBIGUOUS: ") and "less than 3%" in note for note in notes[:-1]] == [True] * ambiguous
+
+
 def test_the_doctests_hold() -> None:
     assert doctest.testmod(jobs).failed == 0
     assert doctest.testmod(jobs).attempted > 0

@@ -132,7 +132,7 @@ def _predict(request: Request, show: Show) -> Done:
         f"{request.contract.name}: PREDICTED for {described.name} by a model; nothing here was measured. "
         f"Kernels built for {described.arch} by {made.toolchain['compiler']}, verified by emulation on the CPU."
     )
-    return Done(made, folder, headline, (_where(folder), "On a machine with the GPU the same command measures."))
+    return Done(made, folder, headline, (*_notes(made, folder), "On a machine with the GPU the same command measures."))
 
 
 def _measure(request: Request, device: DeviceExecutor, show: Show) -> Done:
@@ -151,11 +151,16 @@ def _measure(request: Request, device: DeviceExecutor, show: Show) -> Done:
         f"{request.contract.name}: MEASURED on {device.info.name} (driver {device.info.driver}), {device.name}, "
         "CUDA graph, cold weights; every kernel verified there before it was timed."
     )
-    return Done(made, folder, headline, (_where(folder),))
+    return Done(made, folder, headline, _notes(made, folder))
 
 
-def _where(folder: Path) -> str:
-    return f"Winners: {folder}; every trial: {folder}.jsonl"
+def _notes(made: Winners, folder: Path) -> tuple[str, ...]:
+    """What stands under the table of winners."""
+    where = f"Winners: {folder}; every trial: {folder}.jsonl"
+    if not any(stage.ambiguous for level in made.levels.values() for stage in level.stages.values()):
+        return (where,)
+    saved = f"{choose.MARGIN:.0%}"
+    return (f"AMBIGUOUS: in a stage, something looked faster than the default by less than {saved}; it stays.", where)
 
 
 def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
