@@ -241,7 +241,9 @@ def test_tune_prints_a_row_a_level_and_says_that_it_predicts(finished: tuple[Pat
     assert "one graph us" not in headers  # nothing was measured
     assert [line.split()[0] for line in table[:2]] == ["1", "2"]
     assert all("ok 2/2" in line for line in table[:2])
-    assert table[2] == f"Winners: {output}/{TARGET}; every trial: {output}/{TARGET}.jsonl"
+    ambiguous = any(line.endswith("AMBIGUOUS") for line in table[:2])
+    assert table[2].startswith("AMBIGUOUS: ") == ambiguous
+    assert table[2 + ambiguous] == f"Winners: {output}/{TARGET}; every trial: {output}/{TARGET}.jsonl"
     assert "about 0:00:0" in result.stderr
 
 
