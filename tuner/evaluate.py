@@ -13,7 +13,7 @@ from tuner.contract import Contract
 from tuner.measure import Timing
 from tuner.model import Device, Resources
 from tuner.plan import Plan
-from tuner.space import Config, Stage, StageConfig, W2Config, W13Config
+from tuner.space import Stage, StageConfig
 
 SEEDS = (0, 1, 2, 3)  # of the routings a prediction is averaged over
 
@@ -59,15 +59,15 @@ class ModelEvaluator:
 
     def prefetch(self, stage: Stage, configs: Sequence[StageConfig]) -> None:
         """Starts building the stage's kernels in other processes."""
-        self._builds.prefetch([render.render(self._plan(stage, config))[stage] for config in configs])
+        self._builds.prefetch([render.render(self._plan(config))[stage] for config in configs])
 
     def image(self, stage: Stage, config: StageConfig) -> Image:
         """The stage's built kernel. Raises BuildFailed, MissingTool."""
-        return self._builds.image(render.render(self._plan(stage, config))[stage])
+        return self._builds.image(render.render(self._plan(config))[stage])
 
     def evaluate(self, stage: Stage, config: StageConfig, tokens: int) -> Timing:
         """The mean over the contract's routings, by their weights. Raises BuildFailed, and InvalidConfig for no fit."""
-        made = self._plan(stage, config)
+        made = self._plan(config)
         resources = Resources.of(self.image(stage, config), made.launch(stage), tokens)
         found = model.predict_stage(
             self.contract, made, stage, resources, pool(self.contract, tokens), tokens, self.gpu
@@ -76,7 +76,5 @@ class ModelEvaluator:
         terms = {f"{name}_us": round(found.parts[name], 3) for name in model.TERMS}
         return Timing(us, us, us, (), self.device, {"bound": found.bound, **terms}, self.word)
 
-    def _plan(self, stage: Stage, config: StageConfig) -> Plan:
-        w13 = config if isinstance(config, W13Config) else self._default.w13
-        w2 = config if isinstance(config, W2Config) else self._default.w2
-        return plan.make(self.contract, Config(w13, w2))
+    def _plan(self, config: StageConfig) -> Plan:
+        return plan.make(self.contract, self._default.with_stage(config))

@@ -21,7 +21,7 @@ from tuner.contract import Contract
 from tuner.device import Array, Code, GpuInfo, Operands
 from tuner.errors import LaunchFailed, TrialTimeout, WrongResult
 from tuner.plan import Outputs, Plan, PlanName
-from tuner.space import Config, Stage, StageConfig, W2Config, W13Config
+from tuner.space import Config, Stage, StageConfig
 from tuner.verify import Layers, Subject
 from tuner.worker import Worker
 
@@ -208,14 +208,14 @@ class DeviceEvaluator:
 
     def prefetch(self, stage: Stage, configs: Sequence[StageConfig]) -> None:
         """Starts building the stage's kernels in other processes."""
-        self._executor.builds.prefetch([render.render(self._plan(stage, config))[stage] for config in configs])
+        self._executor.builds.prefetch([render.render(self._plan(config))[stage] for config in configs])
 
     def evaluate(self, stage: Stage, config: StageConfig, tokens: int) -> Timing:
         """Verifies the config at `tokens`, then times its stage; SCREEN_ROUNDS only where it takes DROP times the best.
 
         Raises BuildFailed, WrongResult, LaunchFailed, TrialTimeout, InvalidConfig, MissingTool.
         """
-        made = self._plan(stage, config)
+        made = self._plan(config)
         self._verify(made.config, tokens)
         best = self._best.get((stage, tokens), math.inf)
         (timing,) = self._time([made], (stage,), tokens, ROUNDS, DROP * best)
@@ -224,7 +224,7 @@ class DeviceEvaluator:
 
     def compare(self, stage: Stage, configs: Sequence[StageConfig], tokens: int) -> list[Compared]:
         """Finalists timed in interleaved rounds, the others against the first. Raises like `evaluate`."""
-        made = [self._plan(stage, config) for config in configs]
+        made = [self._plan(config) for config in configs]
         for one in made:
             self._verify(one.config, tokens)
         timings = self._time(made, (stage,), tokens, FINAL_ROUNDS, math.inf)
@@ -240,12 +240,10 @@ class DeviceEvaluator:
 
     def image(self, stage: Stage, config: StageConfig) -> Image:
         """The stage's built kernel. Raises BuildFailed, MissingTool."""
-        return self._executor.builds.image(render.render(self._plan(stage, config))[stage])
+        return self._executor.builds.image(render.render(self._plan(config))[stage])
 
-    def _plan(self, stage: Stage, config: StageConfig) -> Plan:
-        w13 = config if isinstance(config, W13Config) else self._default.w13
-        w2 = config if isinstance(config, W2Config) else self._default.w2
-        return plan.make(self.contract, Config(w13, w2))
+    def _plan(self, config: StageConfig) -> Plan:
+        return plan.make(self.contract, self._default.with_stage(config))
 
     def _verify(self, config: Config, tokens: int, name: PlanName = "fused") -> None:
         """Raises WrongResult unless output and hidden are right for each of the contract's routings."""

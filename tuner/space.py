@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tuner.contract import Contract
@@ -83,6 +83,12 @@ class Config:
 
     def stage(self, stage: Stage) -> StageConfig:
         return self.w13 if stage == "w13" else self.w2
+
+    def with_stage(self, config: StageConfig) -> "Config":
+        """This configuration but for one stage's."""
+        if isinstance(config, W13Config):
+            return replace(self, w13=config)
+        return replace(self, w2=config)
 
     @property
     def portable_bits(self) -> bool:
