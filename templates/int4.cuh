@@ -33,6 +33,12 @@ struct Column {
   unsigned short engine_bias;
 };
 
+// Eight adjacent lanes share an octet.
+struct OctetLanes {
+  static __device__ __forceinline__ int octet() { return lane_id() >> 3; }
+  static __device__ __forceinline__ int index() { return lane_id() & 7; }  // of the lane's columns in the tile
+};
+
 struct QuantizedTensors {
   const unsigned* q;
   const void* scales;     // awq: f16 scales; sm70-u4: its statistics
@@ -42,6 +48,31 @@ struct QuantizedTensors {
 template <class C>
 constexpr int kGroupSteps = C::kGroup / 32;  // steps that share statistics
 
+// Where a column tile stands in a matrix: half of its columns from `first` on, the other half `apart` further than next to
+// them.
+struct TileColumns {
+  int first;
+  int apart;
+
+  // Of a lane's kColumns columns, the `index`-th of the tile's eight such groups.
+  template <int kColumns>
+  __device__ __forceinline__ int of(int index) const {
+    return first + index * kColumns + (index < 4 ? 0 : apart);
+  }
+};
+
+// Weights are read once: past L1, which rows and statistics need.
+__device__ __forceinline__ uint4 load_once(const uint4* address) {
+#ifdef __CUDA_ARCH__
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+#else
+  return *address;
+#endif
+}
+
 // One column's statistics in one group.
 struct Statistics {
   unsigned short scale;
@@ -49,13 +80,20 @@ struct Statistics {
   unsigned zero;
 };
 
+// Column c's three bytes {s low, s high, z} of the twelve s0 s0 z0 s1 | s1 z1 s2 s2 | z2 s3 s3 z3; the fourth is anything.
+__device__ __forceinline__ unsigned packed_statistics(const unsigned* s, int c) {
+  return c == 0   ? s[0]
+         : c == 1 ? __byte_perm(s[0], s[1], 0x0543u)
+         : c == 2 ? __byte_perm(s[1], s[2], 0x0432u)
+                  : s[2] >> 8;
+}
+
 // Column c of the four whose statistics, 3 or 4 bytes each, stand in `s`.
 template <class C>
 __device__ __forceinline__ Statistics sm70_u4_statistics(const unsigned* s, int c) {
   Statistics found;
   if constexpr (C::kStatsBytes == 3) {
-    // Bytes of the 12: s0 s0 z0 s1 | s1 z1 s2 s2 | z2 s3 s3 z3.
-    const unsigned triple = c == 0 ? s[0] : c == 1 ? s[0] >> 24 | s[1] << 8 : c == 2 ? s[1] >> 16 | s[2] << 16 : s[2] >> 8;
+    const unsigned triple = packed_statistics(s, c);
     found.scale = (unsigned short)triple;
     found.zero = triple >> 16 & 0xfu;
     found.bias = C::kEngineNumerics ? bias_of(found.zero, found.scale) : (unsigned short)0;
@@ -71,7 +109,8 @@ __device__ __forceinline__ Statistics sm70_u4_statistics(const unsigned* s, int 
 }
 
 // sm70-u4: word(e, k, n) = e*K*N/8 + ((n/32)*(K/8) + k/8)*32 + n%32. A step of a 32-column tile is 512 contiguous bytes.
-template <class C, int K, int N>
+// Lanes says which octet a lane holds.
+template <class C, int K, int N, class Lanes>
 struct Sm70U4 {
   static constexpr int kColumns = 4;
   static constexpr int kStatsWords = C::kStatsBytes;  // 4 columns of 3 or 4 bytes
@@ -87,7 +126,7 @@ struct Sm70U4 {
   int step;
 
   __device__ __forceinline__ Sm70U4(const QuantizedTensors& t, int expert, int column, int first) : step(first) {
-    const int octet = first * 4 + (lane_id() >> 3);
+    const int octet = first * 4 + Lanes::octet();
     words = reinterpret_cast<const uint4*>(t.q + (long long)expert * (K * (N / 8)) +
                                            ((column / 32) * (K / 8) + octet) * 32 + column % 32);
     const long long group = (long long)expert * (K / C::kGroup) + first / kGroupSteps<C>;
@@ -96,7 +135,7 @@ struct Sm70U4 {
 
   // The fragment of the next step.
   __device__ __forceinline__ void next(Fragment& fragment) {
-    fragment.words = *words;
+    fragment.words = load_once(words);
     if constexpr (C::kStatsBytes == 4) {
       const uint4 s = *reinterpret_cast<const uint4*>(stats);
       fragment.stats[0] = s.x, fragment.stats[1] = s.y, fragment.stats[2] = s.z, fragment.stats[3] = s.w;
@@ -119,6 +158,13 @@ struct Sm70U4 {
     return stats;
   }
 
+  // Something of all that was loaded: what a kernel that only loads keeps.
+  static __device__ __forceinline__ float mixed(const Fragment& f) {
+    unsigned all = f.words.x ^ f.words.y ^ f.words.z ^ f.words.w;
+#pragma unroll
+    for (int i = 0; i < kStatsWords; ++i) all ^= f.stats[i];
+    return __uint_as_float(all & 0x007fffffu);
+  }
   static __device__ __forceinline__ unsigned word(const Fragment& f, int c, int) {
     return c == 0 ? f.words.x : c == 1 ? f.words.y : c == 2 ? f.words.z : f.words.w;
   }
@@ -147,7 +193,7 @@ struct Awq {
   int step;
 
   __device__ __forceinline__ Awq(const QuantizedTensors& t, int expert, int column, int first) : step(first) {
-    const int k = first * 32 + (lane_id() >> 3) * 8;
+    const int k = first * 32 + OctetLanes::octet() * 8;
     const long long group = ((long long)expert * (K / C::kGroup) + first / kGroupSteps<C>) * (N / 8) + column / 8;
     words = t.q + ((long long)expert * K + k) * (N / 8) + column / 8;
     scales = static_cast<const uint4*>(t.scales) + group;
@@ -178,6 +224,12 @@ struct Awq {
     return stats;
   }
 
+  static __device__ __forceinline__ float mixed(const Fragment& f) {
+    unsigned all = f.scales.x ^ f.scales.y ^ f.scales.z ^ f.scales.w ^ f.zeros;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) all ^= f.words[k];
+    return __uint_as_float(all & 0x007fffffu);
+  }
   static __device__ __forceinline__ unsigned word(const Fragment& f, int, int k) { return f.words[k]; }
   static __device__ __forceinline__ constexpr int index(int c, int) { return c; }
   static __device__ __forceinline__ constexpr int zero_index(int, int) { return 0; }
@@ -186,7 +238,7 @@ struct Awq {
 
 template <class C, int K, int N, bool kSm70U4>
 struct ReaderOf {
-  using type = Sm70U4<C, K, N>;
+  using type = Sm70U4<C, K, N, OctetLanes>;
 };
 template <class C, int K, int N>
 struct ReaderOf<C, K, N, false> {

@@ -28,118 +28,147 @@ struct Routing {
     return id >= 0 && id < C::kExperts ? (int)id : -1;
   }
 
-  // Every slot's expert into shared memory; the caller's barrier ends it. Padding tokens' ids are not even read.
+  // Every slot's expert into shared memory; the caller's barrier ends it. The ids of padding tokens are read and mean
+  // nothing: so their load does not wait for the count's.
   template <class C>
   __device__ __forceinline__ void stage(int* experts) const {
     const int live_slots = live() * C::kTopK;
 #pragma unroll 1
     for (int slot = threadIdx.x; slot < tokens * C::kTopK; slot += blockDim.x) {
-      experts[slot] = slot < live_slots ? expert_of<C>(slot) : -1;
+      const int expert = expert_of<C>(slot);
+      experts[slot] = slot < live_slots ? expert : -1;
     }
   }
 };
 
-// Both sources below are used by whole warps, and answer every lane alike:
-//   begin(experts): makes ready to be asked; experts is the CTA's own shared memory, one a slot;
-//   routed(experts): experts[slot] >= 0 marks the routed slots, after the next barrier;
-//   count(): candidates to open;  open(i): false when candidate i is no segment;  next(): its next slot, -1 at the end.
+// Both sources below are used by whole CTAs at first, by whole warps afterwards, and answer every lane alike:
+//   begin(arena): makes ready to be asked; holds barriers;
+//   tokens(), count(): of the step; segments;
+//   open(i): goes to segment i;  expert: its expert;
+//   rows<n>(from, slots): the open segment's rows from the from-th on, at most n into the warp's own shared memory;
+//     returns how many there are from there on;
+//   routed(slot): whether the slot has an expert.
 
-// Segments found by ballots: candidate i is slot i, and it is a segment when no earlier slot has the same expert.
+// Segments found in the ids by each CTA for itself: one per expert's first slot, in the order of those.
 template <class C>
-struct BallotSegments {
+struct RoutedSegments {
+  static constexpr int kWords = (C::kMaxSlots + 31) / 32;
+  struct Arena {
+    int experts[C::kMaxSlots];  // of each slot, or -1
+    int first[C::kExperts];     // slot of each expert, if any
+    unsigned firsts[kWords];    // a bit a slot
+  };
+
   Routing routing;
-  const int* experts;
+  const Arena* arena;
+  int segments;
   int expert;
-  int base;
-  unsigned rest;
+  int base;  // of the word where the open segment begins
 
-  __device__ __forceinline__ void begin(int* shared) {
-    routing.template stage<C>(shared);
-    experts = shared;
+  __device__ __forceinline__ void begin(Arena& shared) {
+    arena = &shared;
+    const int slots = routing.tokens * C::kTopK;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < C::kExperts; e += blockDim.x) shared.first[e] = C::kMaxSlots;
+    routing.template stage<C>(shared.experts);
     __syncthreads();
+#pragma unroll 1
+    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+      if (shared.experts[slot] >= 0) atomicMin(&shared.first[shared.experts[slot]], slot);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int word = warp_id(); word * 32 < slots; word += blockDim.x / 32) {
+      const int slot = word * 32 + lane_id();
+      const unsigned mask = __ballot_sync(0xffffffffu, slot < slots && routed(slot) && shared.first[shared.experts[slot]] == slot);
+      if (lane_id() == 0) shared.firsts[word] = mask;
+    }
+    __syncthreads();
+    segments = 0;
+#pragma unroll 1
+    for (int word = 0; word * 32 < slots; ++word) segments += __popc(shared.firsts[word]);
   }
-  __device__ __forceinline__ void routed(int*) const {}  // as begin() left them
+
   __device__ __forceinline__ int tokens() const { return routing.tokens; }
-  __device__ __forceinline__ int count() const { return routing.tokens * C::kTopK; }
+  __device__ __forceinline__ int count() const { return segments; }
+  __device__ __forceinline__ bool routed(int slot) const { return arena->experts[slot] >= 0; }
 
-  __device__ __forceinline__ unsigned peers(int first) const {
-    const int slot = first + lane_id();
-    return __ballot_sync(0xffffffffu, slot < count() && experts[slot] == expert);
-  }
-
-  __device__ __forceinline__ bool open(int slot) {
-    expert = experts[slot];
-    if (expert < 0) return false;
+  __device__ __forceinline__ void open(int i) {
+    base = 0;
+    unsigned firsts = arena->firsts[0];
 #pragma unroll 1
-    for (base = 0; base + 32 <= slot; base += 32) {
-      if (peers(base) != 0) return false;
-    }
-    rest = peers(base);
-    return (rest & ((1u << (slot - base)) - 1u)) == 0;
-  }
-
-  __device__ __forceinline__ int next() {
-#pragma unroll 1
-    while (rest == 0) {
+    for (; i >= __popc(firsts); firsts = arena->firsts[base / 32]) {
+      i -= __popc(firsts);
       base += 32;
-      if (base >= count()) return -1;
-      rest = peers(base);
     }
-    const int slot = base + __ffs(rest) - 1;
-    rest &= rest - 1;
-    return slot;
+    const bool found = (firsts >> lane_id() & 1u) && __popc(firsts & ((1u << lane_id()) - 1u)) == i;
+    expert = arena->experts[base + __ffs(__ballot_sync(0xffffffffu, found)) - 1];
+  }
+
+  template <int kRows>
+  __device__ __forceinline__ int rows(int from, int* slots) const {
+    __syncwarp();  // the rows before these are done with
+    int found = -from;
+#pragma unroll 1
+    for (int word = base; word < tokens() * C::kTopK; word += 32) {
+      const int slot = word + lane_id();
+      const bool mine = slot < tokens() * C::kTopK && arena->experts[slot] == expert;
+      const unsigned mask = __ballot_sync(0xffffffffu, mine);
+      const int at = found + __popc(mask & ((1u << lane_id()) - 1u));
+      if (mine && at >= 0 && at < kRows) slots[at] = slot;
+      found += __popc(mask);
+    }
+    __syncwarp();
+    return found;
   }
 };
 
 // Segments listed in memory by a compaction kernel.
 template <class C>
 struct ListedSegments {
+  struct Arena {
+    int routed[C::kMaxSlots];
+  };
+
   const int* segment_count;   // one
   const int* segment_expert;  // [segments]
-  const int* segment_begin;   // [segments + 1], into rows
-  const int* rows;            // slots, segment after segment
+  const int* segment_begin;   // [segments + 1], into listed
+  const int* listed;          // slots, segment after segment
   int step_tokens;
+  const Arena* arena;
   int expert;
-  int cursor;
+  int first;
   int end;
 
-  __device__ __forceinline__ void begin(int*) const {}
-  __device__ __forceinline__ void routed(int* experts) const {
+  __device__ __forceinline__ void begin(Arena& shared) {
+    arena = &shared;
 #pragma unroll 1
-    for (int slot = threadIdx.x; slot < step_tokens * C::kTopK; slot += blockDim.x) experts[slot] = -1;
+    for (int slot = threadIdx.x; slot < step_tokens * C::kTopK; slot += blockDim.x) shared.routed[slot] = 0;
     __syncthreads();
-    const int routed = segment_begin[count()];
+    const int listed_end = segment_begin[count()];
 #pragma unroll 1
-    for (int i = threadIdx.x; i < routed; i += blockDim.x) experts[rows[i]] = 0;
+    for (int at = segment_begin[0] + threadIdx.x; at < listed_end; at += blockDim.x) shared.routed[listed[at]] = 1;
+    __syncthreads();
   }
   __device__ __forceinline__ int tokens() const { return step_tokens; }
   __device__ __forceinline__ int count() const { return *segment_count; }
+  __device__ __forceinline__ bool routed(int slot) const { return arena->routed[slot] != 0; }
 
-  __device__ __forceinline__ bool open(int i) {
-    if (i >= count()) return false;
+  __device__ __forceinline__ void open(int i) {
     expert = segment_expert[i];
-    cursor = segment_begin[i];
+    first = segment_begin[i];
     end = segment_begin[i + 1];
-    return cursor < end;
   }
 
-  __device__ __forceinline__ int next() { return cursor < end ? rows[cursor++] : -1; }
+  template <int kRows>
+  __device__ __forceinline__ int rows(int from, int* slots) const {
+    __syncwarp();  // the rows before these are done with
+    const int left = end - first - from;
+    if (lane_id() < min(left, kRows)) slots[lane_id()] = listed[first + from + lane_id()];
+    __syncwarp();
+    return left;
+  }
 };
-
-// The next rows of the open segment, at most kRows, into the warp's own shared memory; how many.
-template <int kRows, class Segments>
-__device__ __forceinline__ int next_rows(Segments& segments, int* slots) {
-  __syncwarp();  // the rows before these are done with
-  int count = 0;
-#pragma unroll 1
-  for (; count < kRows; ++count) {
-    const int slot = segments.next();
-    if (slot < 0) break;
-    if (lane_id() == 0) slots[count] = slot;
-  }
-  __syncwarp();
-  return count;
-}
 
 // A CTA's dynamic shared memory as one struct, whose size the launch plan knows.
 template <class Arena>

@@ -4,7 +4,7 @@
 // y * log2(e) = n + f with the product carried to twice a float's precision; 2^f for f in [-1/2, 1/2] is its Taylor series
 // to f^7 (remainder 5e-9), and n goes into the exponent.
 __device__ __forceinline__ float exp_negative(float x) {
-  const float y = fminf(fmaxf(-x, -87.3365448f), 87.3365448f);
+  const float y = fminf(fmaxf(-x, -87.3365402f), 87.3365402f);
   const float round = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
   const float shifted = fmaf(y, 1.44269504f, round);
   const float f = fmaf(y, 1.92596303e-8f, fmaf(y, 1.44269504f, -(shifted - round)));

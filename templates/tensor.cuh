@@ -7,7 +7,8 @@
 //
 // (q - z) and f16 activations are exact as operands; products are exact, and sums fp32 as the tensor cores add them, so
 // they may differ from one architecture to another. fp32 activations go in as two columns of B: a row scaled by a power
-// of two to the middle of f16's range, rounded, and what that rounding left.
+// of two to the middle of f16's range, rounded, and what that rounding left. With an engine's numerics weights are rounded
+// to f16 and so are the activations of both stages, so that nothing is left to scale.
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define VOLTUNE_M16N8K16 1
@@ -32,21 +33,50 @@ __device__ __forceinline__ void mma(float* d, unsigned a0, unsigned a1, unsigned
 }
 #endif
 
-// {1024 + q} - {1024 + z} as half2, for q and z of 0..15: exact.
-#ifdef __CUDA_ARCH__
-__device__ __forceinline__ unsigned small_difference(unsigned q, unsigned z) {
-  unsigned difference;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(q), "r"(z));
-  return difference;
+// The eight q - z of a word of sm70-u4 as four half2 along k, from low = -(1024 + z) as half2: exact. A nibble is not shifted all
+// the way down: under the exponent of 1024 it reads as 1024 + q, or four bits further up as 1024 + 16 q, which a fused
+// step brings to q - z.
+#if defined(__CUDA_ARCH__) && !defined(VOLTUNE_PLAIN)
+__device__ __forceinline__ void differences(unsigned (&pairs)[4], unsigned word, unsigned low) {
+  unsigned high;  // -(64 + z)
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(low), "r"(0x63806380u));
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const unsigned nibbles = word >> (4 * i);
+    unsigned first;  // nibbles & mask | 1024 in one instruction, which the compiler makes two of
+    unsigned second;
+    asm("lop3.b32 %0, %1, 0x000f000f, 0x64006400, 0xea;" : "=r"(first) : "r"(nibbles));
+    asm("lop3.b32 %0, %1, 0x00f000f0, 0x64006400, 0xea;" : "=r"(second) : "r"(nibbles));
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(first), "r"(low));
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pairs[i + 1]) : "r"(second), "r"(0x2c002c00u), "r"(high));
+  }
 }
 #else
-inline unsigned small_difference(unsigned q, unsigned z) {
+__device__ __forceinline__ void differences(unsigned (&pairs)[4], unsigned word, unsigned low) {
   constexpr unsigned short kHalves[16] = {0x0000, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700,
                                           0x4800, 0x4880, 0x4900, 0x4980, 0x4a00, 0x4a80, 0x4b00, 0x4b80};
-  const int low = (int)(q & 15u) - (int)(z & 15u);
-  const int high = (int)(q >> 16 & 15u) - (int)(z >> 16 & 15u);
-  return (low < 0 ? 0x8000u | kHalves[-low] : kHalves[low]) |
-         (high < 0 ? 0x8000u | kHalves[-high] : (unsigned)kHalves[high]) << 16;
+  const auto half = [&](int place) -> unsigned {
+    const int difference = (int)(word >> (4 * place) & 15u) - (int)(low & 15u);
+    return difference < 0 ? 0x8000u | kHalves[-difference] : kHalves[difference];
+  };
+  for (int i = 0; i < 4; ++i) pairs[i] = half(i) | half(i + 4) << 16;
+}
+#endif
+
+// The same word's weights as an engine rounds them: round_f16(q * scale + bias), both as half2.
+#if defined(__CUDA_ARCH__) && !defined(VOLTUNE_PLAIN)
+__device__ __forceinline__ void dequantised(unsigned (&pairs)[4], unsigned word, unsigned scale, unsigned bias) {
+  differences(pairs, word, 0xe400e400u);  // z = 0
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(pairs[i]) : "r"(scale), "r"(bias));
+}
+#else
+__device__ __forceinline__ void dequantised(unsigned (&pairs)[4], unsigned word, unsigned scale, unsigned bias) {
+  const auto half = [&](int place) -> unsigned {
+    const int nibble = (int)(word >> (4 * place) & 15u);
+    return float_to_half_plain(half_dequantise_plain(nibble, (unsigned short)scale, (unsigned short)bias));
+  };
+  for (int i = 0; i < 4; ++i) pairs[i] = half(i) | half(i + 4) << 16;
 }
 #endif
 
@@ -60,18 +90,23 @@ struct TensorLanes {
   static __device__ __forceinline__ int index() { return lane_id() >> 2; }
   static __device__ __forceinline__ int row(int i) { return octet() * 2 + i; }
 
-  // pairs[column][pair of k] times the row's octet.
-  static __device__ __forceinline__ void step(float (&d)[kSums], const unsigned (&pairs)[4][4], const uint4& row) {
-#pragma unroll
-    for (int c = 0; c < 4; c += 2) {
-      mma(d + 2 * c, pairs[c][0], pairs[c + 1][0], pairs[c][1], pairs[c + 1][1], row.x, row.y);
-      mma(d + 2 * c, pairs[c][2], pairs[c + 1][2], pairs[c][3], pairs[c + 1][3], row.z, row.w);
-    }
-  }
+  static constexpr int kAtOnce = 2;  // columns a step takes together
 
-  static __device__ __forceinline__ void scale(float (&sums)[kSums], const float (&d)[kSums], const float (&s)[4]) {
+  // d += pairs[column][pair of k] times the row's octet.
+  static __device__ __forceinline__ void step(float* d, const unsigned (&pairs)[kAtOnce][4], const uint4& row) {
+    mma(d, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], row.x, row.y);
+    mma(d, pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3], row.z, row.w);
+  }
+  // A column's first sum.
+  static __device__ __forceinline__ constexpr int sum_of(int c) { return 2 * c; }
+
+  // sums += scale * (pairs times the row's octet), for the columns from c on.
+  static __device__ __forceinline__ void step(float (&sums)[kSums], int c, const unsigned (&pairs)[kAtOnce][4],
+                                              const float (&scales)[kAtOnce], const uint4& row) {
+    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    step(d, pairs, row);
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = fmaf(d[i], s[i / 2], sums[i]);
+    for (int i = 0; i < 4; ++i) sums[2 * c + i] = fmaf(d[i], scales[i / 2], sums[2 * c + i]);
   }
 
   // take(which of the lane's rows, column of the tile, sum)
@@ -89,27 +124,39 @@ struct TensorLanes {
   static __device__ __forceinline__ int index() { return (lane_id() & 3) | (lane_id() >> 4) << 2; }
   static __device__ __forceinline__ int row(int i) { return (i >> 1) * 4 + (lane_id() & 2) + (i & 1); }
 
-  static __device__ __forceinline__ void step(float (&d)[kSums], const unsigned (&pairs)[4][4], const uint4& row) {
 #ifdef __CUDA_ARCH__
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      mma(d + 8 * c, pairs[c][0], pairs[c][1], row.x, row.y);
-      mma(d + 8 * c, pairs[c][2], pairs[c][3], row.z, row.w);
-    }
+  static constexpr int kAtOnce = 1;
+#else
+  static constexpr int kAtOnce = 4;
+#endif
+
+  static __device__ __forceinline__ void step(float* d, const unsigned (&pairs)[kAtOnce][4], const uint4& row) {
+#ifdef __CUDA_ARCH__
+    mma(d, pairs[0][0], pairs[0][1], row.x, row.y);
+    mma(d, pairs[0][2], pairs[0][3], row.z, row.w);
 #else
     voltune_mma_m8n8k4(d, pairs, &row.x);
 #endif
   }
+  static __device__ __forceinline__ constexpr int sum_of(int c) { return 8 * c; }
 
-  // A lane's accumulators belong to columns of two indexes: its own, and that of the lane two away.
-  static __device__ __forceinline__ void scale(float (&sums)[kSums], const float (&d)[kSums], const float (&s)[4]) {
+  static __device__ __forceinline__ void step(float (&sums)[kSums], int c, const unsigned (&pairs)[kAtOnce][4],
+                                              const float (&scales)[kAtOnce], const uint4& row) {
+    float d[8 * kAtOnce];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float other = __shfl_xor_sync(0xffffffffu, s[c], 2);
-      const float first = lane_id() & 2 ? other : s[c];
-      const float second = lane_id() & 2 ? s[c] : other;
+    for (int i = 0; i < 8 * kAtOnce; ++i) d[i] = 0.0f;
+    step(d, pairs, row);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums[8 * c + i] = fmaf(d[8 * c + i], i & 2 ? second : first, sums[8 * c + i]);
+    for (int at = 0; at < kAtOnce; ++at) {
+      // A lane's accumulators belong to columns of two indexes: its own, and that of the lane two away.
+      const float other = __shfl_xor_sync(0xffffffffu, scales[at], 2);
+      const float first = lane_id() & 2 ? other : scales[at];
+      const float second = lane_id() & 2 ? scales[at] : other;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& sum = sums[8 * (c + at) + i];
+        sum = fmaf(d[8 * at + i], i & 2 ? second : first, sum);
+      }
     }
   }
 
@@ -135,173 +182,178 @@ struct TensorLanes {
 
 template <class C, int K, int N, class Element>
 struct Tensor {
-  static constexpr bool kSplitRows = sizeof(Element) == 4;  // fp32 rows, as two columns of B each
-  static constexpr int kPassRows = kSplitRows ? 4 : 8;
+  using R = Sm70U4<C, K, N, TensorLanes>;
+  using Lanes = TensorLanes;
+  static constexpr bool kStages = sizeof(Element) == 4;  // fp32 rows; f16 rows are read in place
+  static constexpr int kPlanes = kStages && !C::kEngineNumerics ? 2 : 1;  // columns of B a row; an engine's rows are f16
+  static constexpr int kPassRows = 8 / kPlanes;
+  static constexpr int kBatch = K / 32 < 8 ? K / 32 : 8;  // elements a lane asks for together when staging a row
   static constexpr int kLaneColumns = 4;
   static constexpr int kTileColumns = 32;
   static constexpr int kSteps = K / 32 / C::kSplitK;  // of a warp
-  static constexpr int kShare = kSteps * 32;
-  static constexpr int kStatsWords = C::kStatsBytes;
-  static_assert(C::kSm70U4 && !C::kEngineNumerics, "the tensor-core family reads sm70-u4 with exact numerics");
+  static_assert(C::kSm70U4, "the tensor-core family reads sm70-u4");
   static_assert(K % (32 * C::kSplitK) == 0, "split-K must divide K / 32");
   static_assert(kSteps % C::kUnroll == 0, "unroll must divide a warp's steps");
 
   struct Planes {
-    alignas(16) unsigned short halves[2 * kPassRows][kShare + 8];  // a row's two columns of B; 8 keep banks apart
+    alignas(16) unsigned short halves[kPlanes * kPassRows][K + 16];  // 16 keep Volta's banks apart
     float unscale[kPassRows];
   };
   struct Nothing {};
-  template <bool kPlanes, class = void>
-  struct SharedOf {
+  template <bool kStaged, class = void>
+  struct RowsOf {
     using type = Planes;
   };
   template <class Unused>
-  struct SharedOf<false, Unused> {
+  struct RowsOf<false, Unused> {
     using type = Nothing;
   };
-  using Shared = typename SharedOf<kSplitRows>::type;
+  using Rows = typename RowsOf<kStages>::type;
 
-  struct Fragment {
-    uint4 words;
-    unsigned stats[kStatsWords];
-    uint4 row;
+  // Steps of f16 rows in flight. They come from L2, weights from further: a long ring of weights needs but two.
+  static constexpr int kRowSteps = C::kUnroll > 5 && C::kUnroll % 2 == 0 ? 2 : C::kUnroll;
+
+  // A warp's own shared memory: what it multiplied.
+  struct Stage {
+    float sums[kPassRows][kTileColumns];
   };
 
-  // The warp's stream of weights and statistics, and of f16 rows.
-  struct Reader {
-    const uint4* words;
-    const unsigned* stats;
+  // A warp's stream of weights, and of f16 rows.
+  struct Stream {
+    R reader;
+    typename R::Fragment ring[C::kUnroll];  // in flight
     const uint4* row;
-    int step;
+    uint4 rows[kRowSteps];
 
-    __device__ __forceinline__ Reader(const QuantizedTensors& t, int expert, int column, int first)
-        : row(nullptr), step(first) {
-      const int octet = first * 4 + TensorLanes::octet();
-      words = reinterpret_cast<const uint4*>(t.q + (long long)expert * (K * (N / 8)) +
-                                             ((column / 32) * (K / 8) + octet) * 32 + column % 32);
-      const long long group = (long long)expert * (K / C::kGroup) + first / kGroupSteps<C>;
-      stats = static_cast<const unsigned*>(t.scales) + (group * N + column) / 4 * C::kStatsBytes;
+    __device__ __forceinline__ Stream(const QuantizedTensors& tensors, int expert, const TileColumns& tile, int split)
+        : reader(tensors, expert, tile.template of<kLaneColumns>(Lanes::index()), split * kSteps), row(nullptr) {
+#pragma unroll
+      for (int u = 0; u < C::kUnroll; ++u) reader.next(ring[u]);
     }
 
-    __device__ __forceinline__ void next(Fragment& fragment) {
-      fragment.words = *words;
+    // f16 rows, read where they are. Columns of B past the last row repeat it: what comes of them is not used.
+    template <class RowOf>
+    __device__ __forceinline__ void follow(int split, int count, RowOf row_of) {
+      row = reinterpret_cast<const uint4*>(row_of(min(Lanes::index(), count - 1)) + split * kSteps * 32) + Lanes::octet();
 #pragma unroll
-      for (int i = 0; i < kStatsWords; ++i) fragment.stats[i] = stats[i];
-      words += 32;
-      if (++step % kGroupSteps<C> == 0) stats += N / 4 * C::kStatsBytes;
-      if constexpr (!kSplitRows) {
-        fragment.row = *row;
-        row += 4;
-      }
+      for (int u = 0; u < kRowSteps; ++u) rows[u] = row[4 * u];
     }
   };
-
-  static __device__ __forceinline__ int column_group() { return TensorLanes::index(); }
 
   // As Simt::multiply.
-  template <class RowOf, class Put>
-  static __device__ __forceinline__ void multiply(const QuantizedTensors& tensors, int expert, int column, int step,
-                                                  Shared& shared, int count, RowOf row_of, Put put) {
-    Reader reader(tensors, expert, column, step);
+  template <class Put>
+  static __device__ __forceinline__ void multiply(Stream& stream, const Rows& rows, int split, int count, Put put) {
     const uint4* planes = nullptr;
-    // Columns of B past the last row repeat it: what comes of them is not used.
-    if constexpr (!kSplitRows) {
-      reader.row = reinterpret_cast<const uint4*>(row_of(min(TensorLanes::index(), count - 1))) + TensorLanes::octet();
-    } else {
-      const int plane = min(TensorLanes::index(), 2 * count - 1);
-      planes = reinterpret_cast<const uint4*>(shared.halves[plane]) + TensorLanes::octet();
+    if constexpr (kStages) {
+      const int plane = min(Lanes::index(), kPlanes * count - 1);
+      planes = reinterpret_cast<const uint4*>(rows.halves[plane] + split * kSteps * 32) + Lanes::octet();
     }
-    Fragment ring[C::kUnroll];  // what is in flight
+    float sums[Lanes::kSums];
 #pragma unroll
-    for (int u = 0; u < C::kUnroll; ++u) reader.next(ring[u]);
-    if constexpr (kSplitRows) {
-      split(shared, count, row_of);
-      __syncwarp();
-    }
-    float sums[TensorLanes::kSums];
-#pragma unroll
-    for (int i = 0; i < TensorLanes::kSums; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < Lanes::kSums; ++i) sums[i] = 0.0f;
 #pragma unroll 1
     for (int base = 0; base < kSteps; base += C::kUnroll) {
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) {
-        if constexpr (kSplitRows) {
-          ring[u].row = *planes;
-          planes += 4;
-        }
-        accumulate(ring[u], sums);
+        const int next_row = base + u + kRowSteps;
+        if constexpr (kStages) stream.rows[u % kRowSteps] = planes[4 * (base + u)];
+        accumulate(stream.ring[u], stream.rows[u % kRowSteps], sums);
         // Into the registers just used: a load before the arithmetic would cost copies of them.
-        if (base + u + C::kUnroll < kSteps) reader.next(ring[u]);
+        if (base + u + C::kUnroll < kSteps) stream.reader.next(stream.ring[u]);
+        if constexpr (!kStages) {
+          if (next_row < kSteps) stream.rows[u % kRowSteps] = stream.row[4 * next_row];
+        }
       }
     }
     float rounded = 0.0f;
-    TensorLanes::finish(sums, [&](int i, int c, float sum) {
-      const int row = TensorLanes::row(i);
-      if constexpr (!kSplitRows) {
+    Lanes::finish(sums, [&](int i, int c, float sum) {
+      const int row = Lanes::row(i);
+      if constexpr (kPlanes == 1) {
         if (row < count) put(row, c, sum);
       } else if (i % 2 == 0) {
         rounded = sum;  // and the next is what rounding left
       } else if (row / 2 < count) {
-        put(row / 2, c, (rounded + sum) * shared.unscale[row / 2]);
+        put(row / 2, c, (rounded + sum) * rows.unscale[row / 2]);
       }
     });
   }
 
- private:
-  // sums += a step's products, scaled.
-  static __device__ __forceinline__ void accumulate(const Fragment& f, float (&sums)[TensorLanes::kSums]) {
-    const unsigned words[4] = {f.words.x, f.words.y, f.words.z, f.words.w};
-    unsigned pairs[4][4];
-    float scales[4];
+  // fp32 rows, a warp a row; load as in Simt::stage_fp32, and the caller's barrier ends it. With exact numerics a row
+  // becomes two f16 columns: its largest magnitude is brought to [2^13, 2^14), rounded, and what that rounding left, so
+  // that the two together hold each element to 2^-24 of that magnitude. An engine's rows are f16 values already.
+  template <class Load>
+  static __device__ __forceinline__ void stage_fp32(Rows& rows, int count, Load load) {
+#pragma unroll 1
+    for (int r = warp_id(); r < count; r += blockDim.x / 32) {
+      float values[kBatch];
+      float scale = 1.0f;
+      if constexpr (kPlanes == 2) {
+        float largest = 0.0f;
+#pragma unroll 1
+        for (int base = 0; base < K; base += 32 * kBatch) {
+          load(r, values, base + lane_id());
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const Statistics statistics = sm70_u4_statistics<C>(f.stats, c);
-      scales[c] = half_to_float(statistics.scale);
-      const unsigned zero = statistics.zero * 0x00010001u + 0x64006400u;
+          for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, fabsf(values[i]));
+        }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[c][i] = small_difference((words[c] >> (4 * i) & 0x000f000fu) | 0x64006400u, zero);
+        for (int lanes = 16; lanes > 0; lanes /= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+        }
+        const unsigned exponent = min(max(__float_as_uint(largest) >> 23, 14u), 254u);
+        scale = __uint_as_float((267u - exponent) << 23);
+        if (lane_id() == 0) rows.unscale[r] = __uint_as_float((exponent - 13u) << 23);
+      }
+#pragma unroll 1
+      for (int base = 0; base < K; base += 32 * kBatch) {
+        if constexpr (kPlanes == 1 || K > 32 * kBatch) load(r, values, base + lane_id());
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int k = base + i * 32 + lane_id();
+          if (base + i * 32 >= K) break;
+          const float value = values[i] * scale;
+          const unsigned short rounded = float_to_half(value);
+          rows.halves[kPlanes * r][k] = rounded;
+          if constexpr (kPlanes == 2) rows.halves[2 * r + 1][k] = float_to_half(value - half_to_float(rounded));
+        }
+      }
     }
-    float d[TensorLanes::kSums];
-#pragma unroll
-    for (int i = 0; i < TensorLanes::kSums; ++i) d[i] = 0.0f;
-    TensorLanes::step(d, pairs, f.row);
-    TensorLanes::scale(sums, d, scales);
   }
 
-  // fp32 rows as two f16 columns each. A row's largest magnitude is brought to [2^13, 2^14), so that the two together
-  // hold each element to 2^-24 of it. A row's loads are all asked for before one is used, the next row's before that.
-  template <class RowOf>
-  static __device__ __forceinline__ void split(Shared& shared, int count, RowOf row_of) {
-    constexpr int kLoads = kShare / 32;
-    float next[kLoads];
+ private:
+  // sums += a step's products, scaled.
+  static __device__ __forceinline__ void accumulate(const typename R::Fragment& weights, const uint4& row,
+                                                    float (&sums)[Lanes::kSums]) {
+    if constexpr (C::kLoadOnly) {
+      sums[0] += R::mixed(weights) + (kStages ? 0.0f : __uint_as_float((row.x ^ row.y ^ row.z ^ row.w) & 0x007fffffu));
+    } else {
+      multiply_add(weights, row, sums);
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_add(const typename R::Fragment& weights, const uint4& row,
+                                                      float (&sums)[Lanes::kSums]) {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) next[i] = row_of(0)[lane_id() + i * 32];
-#pragma unroll 1
-    for (int r = 0; r < count; ++r) {
-      float values[kLoads];
-      float largest = 0.0f;
+    for (int c = 0; c < 4; c += Lanes::kAtOnce) {
+      unsigned pairs[Lanes::kAtOnce][4];
+      float scales[Lanes::kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) values[i] = next[i];
-      if (r + 1 < count) {
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) next[i] = row_of(r + 1)[lane_id() + i * 32];
+      for (int i = 0; i < Lanes::kAtOnce; ++i) {
+        const unsigned word = R::word(weights, c + i, 0);
+        if constexpr (C::kEngineNumerics) {
+          const Statistics statistics = sm70_u4_statistics<C>(weights.stats, c + i);
+          dequantised(pairs[i], word, statistics.scale * 0x00010001u, statistics.bias * 0x00010001u);
+        } else if constexpr (C::kStatsBytes == 3) {
+          const unsigned triple = packed_statistics(weights.stats, c + i);
+          scales[i] = half_to_float((unsigned short)triple);
+          differences(pairs[i], word, __byte_perm(triple, 0xe4e4e4e4u, 0x4242u));
+        } else {
+          const Statistics statistics = sm70_u4_statistics<C>(weights.stats, c + i);
+          scales[i] = half_to_float(statistics.scale);
+          differences(pairs[i], word, statistics.zero * 0x00010001u | 0xe400e400u);
+        }
       }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) largest = fmaxf(largest, fabsf(values[i]));
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-      }
-      const unsigned exponent = min(max(__float_as_uint(largest) >> 23, 14u), 254u);
-      const float scale = __uint_as_float((267u - exponent) << 23);
-      if (lane_id() == 0) shared.unscale[r] = __uint_as_float((exponent - 13u) << 23);
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const float value = values[i] * scale;
-        const unsigned short rounded = float_to_half(value);
-        shared.halves[2 * r][lane_id() + i * 32] = rounded;
-        shared.halves[2 * r + 1][lane_id() + i * 32] = float_to_half(value - half_to_float(rounded));
-      }
+      if constexpr (C::kEngineNumerics) Lanes::step(sums + Lanes::sum_of(c), pairs, row);
+      else Lanes::step(sums, c, pairs, scales, row);
     }
   }
 };

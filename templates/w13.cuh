@@ -1,35 +1,64 @@
 // Grouped W13 with fused SiLU(gate) * up: x f16 [tokens, H] -> hidden f32 [slots, I].
 //
-// A CTA takes one segment (grid y) and kTiles column tiles (grid x); its warps split K kSplitK ways. The partial sums
-// meet in shared memory, where gate and up of an output lie in one tile, whichever way W13's columns are ordered.
+// A CTA takes one segment and kTiles column tiles; its warps split K kSplitK ways. The partial sums meet in shared
+// memory, where gate and up of an output lie in one tile, whichever way W13's columns are ordered.
 
 template <class C>
 struct W13 {
   static constexpr int kK = C::kHidden;
   static constexpr int kN = 2 * C::kIntermediate;
-  using F = Family<C, kK, kN, unsigned short>;
+  using F = W13Family<C, kK, kN, unsigned short>;
+  static_assert(C::kThreads == 32 * C::kTiles * C::kSplitK, "a warp a column tile and split");
   static constexpr int kTilePairs = F::kTileColumns / 2;
-  static constexpr int kWarps = C::kTiles * C::kSplitK;
+  static constexpr int kItems = kN / F::kTileColumns / C::kTiles;  // CTAs of a segment
 
   struct alignas(16) Arena {
-    int experts[C::kMaxSlots];
-    int slots[kWarps][F::kPassRows];
-    typename F::Shared warps[kWarps];
-    float partial[C::kSplitK][F::kPassRows][C::kTiles * F::kTileColumns];
+    typename F::Stage warps[C::kThreads / 32];
+    typename F::Rows rows;
+    int slots[C::kThreads / 32][F::kPassRows];
   };
-  static_assert(sizeof(Arena) == C::kArenaBytes, "the launch plan and the kernel disagree on shared memory");
 
   const unsigned short* x;
   QuantizedTensors weights;
-  float* hidden;
+  Exchange<C::kPublished> hidden;
 
-  // A lane's first column: a tile is half gate and half up columns.
-  static __device__ __forceinline__ int column_of(int tile) {
-    const int group = F::column_group();
-    if constexpr (C::kInterleaved) return tile * F::kTileColumns + group * F::kLaneColumns;
-    return (group < 4 ? 0 : C::kIntermediate) + tile * kTilePairs + (group & 3) * F::kLaneColumns;
+  // A tile is half gate and half up columns.
+  static __device__ __forceinline__ TileColumns columns_of(int tile) {
+    if constexpr (C::kInterleaved) return {tile * F::kTileColumns, 0};
+    return {tile * kTilePairs, C::kIntermediate - kTilePairs};
   }
 
+  // The open segment's columns of `item`, for all its rows.
+  template <class Segments>
+  __device__ __forceinline__ void run(Arena& arena, Segments& segments, int item) const {
+    const int split = warp_id() % C::kSplitK;
+    const int tile = warp_id() / C::kSplitK;
+    const TileColumns columns = columns_of(item * C::kTiles + tile);
+    typename F::Stage& stage = arena.warps[warp_id()];
+    int* slots = arena.slots[warp_id()];
+    const auto row_of = [&](int r) { return x + (long long)(slots[r] / C::kTopK) * kK; };
+    int left = F::kPassRows + 1;
+#pragma unroll 1
+    for (int from = 0; left > F::kPassRows; from += F::kPassRows) {
+      left = segments.template rows<F::kPassRows>(from, slots);
+      if (left <= 0) return;
+      const int count = min(left, F::kPassRows);
+      typename F::Stream stream(weights, segments.expert, columns, split);
+      if constexpr (F::kStages) {
+        if constexpr (!C::kLoadOnly) F::stage(arena.rows, count, row_of);
+        __syncthreads();
+      } else {
+        stream.follow(split, count, row_of);
+      }
+      F::multiply(stream, arena.rows, split, count, [&](int r, int c, float sum) { stage.sums[r][c] = sum; });
+      __syncthreads();
+      finish(arena, slots, count, item);
+      // Where rows are staged, the barrier after that keeps the sums until they are added up.
+      if (!F::kStages && left > F::kPassRows) __syncthreads();
+    }
+  }
+
+ private:
   static __device__ __forceinline__ float activate(float gate, float up) {
     if constexpr (C::kEngineNumerics) {
       return round_to_half(round_to_half(silu(round_to_half(gate))) * round_to_half(up));
@@ -38,46 +67,23 @@ struct W13 {
   }
 
   // Adds up the splits and writes the pass's outputs.
-  __device__ __forceinline__ void finish(const Arena& arena, const int* slots, int count) const {
+  __device__ __forceinline__ void finish(const Arena& arena, const int* slots, int count, int item) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < count * C::kTiles * kTilePairs; i += blockDim.x) {
       const int r = i / (C::kTiles * kTilePairs);
       const int pair = i % (C::kTiles * kTilePairs);
       const int within = pair % kTilePairs;
-      const int gate_at = pair / kTilePairs * F::kTileColumns + (C::kInterleaved ? 2 * within : within);
+      const int gate_at = C::kInterleaved ? 2 * within : within;
       const int up_at = gate_at + (C::kInterleaved ? 1 : kTilePairs);
+      const typename F::Stage* warps = arena.warps + pair / kTilePairs * C::kSplitK;
       float gate = 0.0f;
       float up = 0.0f;
-#pragma unroll 2
+#pragma unroll
       for (int part = 0; part < C::kSplitK; ++part) {
-        gate += arena.partial[part][r][gate_at];
-        up += arena.partial[part][r][up_at];
+        gate += warps[part].sums[r][gate_at];
+        up += warps[part].sums[r][up_at];
       }
-      hidden[(long long)slots[r] * C::kIntermediate + blockIdx.x * (C::kTiles * kTilePairs) + pair] = activate(gate, up);
-    }
-  }
-
-  template <class Segments>
-  __device__ __forceinline__ void run(Segments segments) const {
-    Arena& arena = shared_arena<Arena>();
-    segments.begin(arena.experts);
-    if (!segments.open(blockIdx.y)) return;
-    const int split = warp_id() % C::kSplitK;
-    const int tile = warp_id() / C::kSplitK;
-    const int step = split * F::kSteps;
-    const int column = column_of(blockIdx.x * C::kTiles + tile);
-    int* slots = arena.slots[warp_id()];
-#pragma unroll 1
-    while (true) {
-      const int count = next_rows<F::kPassRows>(segments, slots);
-      if (count == 0) return;
-      F::multiply(
-          weights, segments.expert, column, step, arena.warps[warp_id()], count,
-          [&](int r) { return x + (long long)(slots[r] / C::kTopK) * kK + step * 32; },
-          [&](int r, int c, float sum) { arena.partial[split][r][tile * F::kTileColumns + c] = sum; });
-      __syncthreads();
-      finish(arena, slots, count);
-      __syncthreads();
+      hidden.put((long long)slots[r] * C::kIntermediate + item * (C::kTiles * kTilePairs) + pair, activate(gate, up));
     }
   }
 };

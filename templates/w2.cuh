@@ -1,83 +1,72 @@
-// Grouped W2 with fused weighted combine: hidden f32 [slots, I] -> out f16 [tokens, H].
+// Grouped W2: hidden f32 [slots, I] -> routes f32 [slots, H].
 //
-// A CTA takes one column tile and every segment of the step: groups of kSplitK warps take segments in turn and leave
-// each slot's output in shared memory. Then a token's slots are weighted and added in route order, so the result
-// does not depend on which warp took what, and needs no atomics, zeroing or unpermute.
+// A CTA takes one segment and kTiles column tiles, as in W13.
 
 template <class C>
 struct W2 {
   static constexpr int kK = C::kIntermediate;
   static constexpr int kN = C::kHidden;
-  using F = Family<C, kK, kN, float>;
-  static constexpr int kWarps = C::kWarps * C::kSplitK;
+  using F = W2Family<C, kK, kN, float>;
+  static_assert(C::kThreads == 32 * C::kTiles * C::kSplitK, "a warp a column tile and split");
+  static constexpr int kColumns = C::kTiles * F::kTileColumns;
+  static constexpr int kItems = kN / kColumns;  // CTAs of a segment
 
   struct alignas(16) Arena {
-    int experts[C::kMaxSlots];
-    float route_weights[C::kMaxSlots];
-    int slots[kWarps][F::kPassRows];
-    typename F::Shared warps[kWarps];
-    // after it: float routes[kSplitK][slots][kTileColumns], as long as the step
+    typename F::Stage warps[C::kThreads / 32];
+    typename F::Rows rows;
+    int slots[C::kThreads / 32][F::kPassRows];
   };
-  static_assert(sizeof(Arena) == C::kArenaBytes, "the launch plan and the kernel disagree on shared memory");
 
-  const float* hidden;
-  const float* topk_weights;
+  Exchange<C::kPublished> hidden;
   QuantizedTensors weights;
-  unsigned short* out;
+  Exchange<true> routes;
 
-  // Weighs and adds each token's routed slots in route order, and writes the CTA's columns.
-  __device__ __forceinline__ void combine(const Arena& arena, const float* routes, int tokens) const {
+  // The open segment's columns of `item`, for all its rows.
+  template <class Segments>
+  __device__ __forceinline__ void run(Arena& arena, Segments& segments, int item) const {
+    const int split = warp_id() % C::kSplitK;
+    const int tile = warp_id() / C::kSplitK;
+    const int first = item * kColumns + tile * F::kTileColumns;
+    typename F::Stage& stage = arena.warps[warp_id()];
+    int* slots = arena.slots[warp_id()];
+    const auto load = [&](int r, float (&values)[F::kBatch], int k) {
+      hidden.get(values, (long long)slots[r] * kK + k, 32, [&](int i) { return k + i * 32 < kK; });
+    };
+    int left = F::kPassRows + 1;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < tokens * F::kTileColumns; i += blockDim.x) {
-      const int token = i / F::kTileColumns;
-      const int column = i % F::kTileColumns;
-      float sum = 0.0f;
-#pragma unroll 2
-      for (int slot = token * C::kTopK; slot < (token + 1) * C::kTopK; ++slot) {
-        if (arena.experts[slot] < 0) continue;
-        float route = 0.0f;
-#pragma unroll
-        for (int part = 0; part < C::kSplitK; ++part) {
-          route += routes[(part * tokens * C::kTopK + slot) * F::kTileColumns + column];
-        }
-        if constexpr (C::kEngineNumerics) route = round_to_half(route);
-        sum = fmaf(arena.route_weights[slot], route, sum);
+    for (int from = 0; left > F::kPassRows; from += F::kPassRows) {
+      left = segments.template rows<F::kPassRows>(from, slots);
+      if (left <= 0) return;
+      const int count = min(left, F::kPassRows);
+      // The weights are on their way before the rows are awaited.
+      typename F::Stream stream(weights, segments.expert, {first, 0}, split);
+      if constexpr (!C::kLoadOnly) F::stage_fp32(arena.rows, count, load);
+      __syncthreads();
+      F::multiply(stream, arena.rows, split, count, [&](int r, int c, float sum) {
+        if constexpr (C::kSplitK > 1) stage.sums[r][c] = sum;
+        else routes.put((long long)slots[r] * kN + first + c, sum);
+      });
+      if constexpr (C::kSplitK > 1) {
+        __syncthreads();
+        finish(arena, slots, count, item);
+      } else if (left > F::kPassRows) {
+        __syncthreads();  // the next pass stages rows in the place of these
       }
-      out[(long long)token * kN + blockIdx.x * F::kTileColumns + column] = float_to_half(sum);
     }
   }
 
-  template <class Segments>
-  __device__ __forceinline__ void run(Segments segments) const {
-    Arena& arena = shared_arena<Arena>();
-    float* routes = reinterpret_cast<float*>(&arena + 1);
-    const int tokens = segments.tokens();
-    // Asked for now, needed last: its latency is hidden behind the weights'.
+ private:
+  // Adds up the splits and writes the pass's slots.
+  __device__ __forceinline__ void finish(const Arena& arena, const int* slots, int count, int item) const {
 #pragma unroll 1
-    for (int slot = threadIdx.x; slot < tokens * C::kTopK; slot += blockDim.x) {
-      arena.route_weights[slot] = topk_weights[slot];
+    for (int i = threadIdx.x; i < count * kColumns; i += blockDim.x) {
+      const int r = i / kColumns;
+      const int column = i % kColumns;
+      const typename F::Stage* warps = arena.warps + column / F::kTileColumns * C::kSplitK;
+      float route = 0.0f;
+#pragma unroll
+      for (int part = 0; part < C::kSplitK; ++part) route += warps[part].sums[r][column % F::kTileColumns];
+      routes.put((long long)slots[r] * kN + item * kColumns + column, route);
     }
-    segments.begin(arena.experts);
-    segments.routed(arena.experts);
-    const int split = warp_id() % C::kSplitK;
-    const int step = split * F::kSteps;
-    const int column = blockIdx.x * F::kTileColumns + F::column_group() * F::kLaneColumns;
-    float* outputs = routes + split * tokens * C::kTopK * F::kTileColumns;
-    int* slots = arena.slots[warp_id()];
-#pragma unroll 1
-    for (int i = warp_id() / C::kSplitK; i < segments.count(); i += C::kWarps) {
-      if (!segments.open(i)) continue;
-#pragma unroll 1
-      while (true) {
-        const int count = next_rows<F::kPassRows>(segments, slots);
-        if (count == 0) break;
-        F::multiply(
-            weights, segments.expert, column, step, arena.warps[warp_id()], count,
-            [&](int r) { return hidden + (long long)slots[r] * kK + step * 32; },
-            [&](int r, int c, float sum) { outputs[slots[r] * F::kTileColumns + c] = sum; });
-      }
-    }
-    __syncthreads();
-    combine(arena, routes, tokens);
   }
 };

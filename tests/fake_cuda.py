@@ -39,6 +39,7 @@ class FakeCuda:
         self.modules: dict[int, bytes] = {}
         self.functions: dict[int, tuple[int, str]] = {}
         self.dynamic_shared: dict[str, int] = {}
+        self.blocks_per_sm: Callable[[str, int, int], int] = lambda kernel, threads, shared: 8
         self.launches: list[dict[str, Any]] = []
         self.graphs: dict[int, list[dict[str, Any]]] = {}
         self._instantiated: dict[int, list[dict[str, Any]]] = {}
@@ -86,6 +87,9 @@ class FakeCuda:
             del self.memory[address]
 
     def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        if self._capturing is not None:
+            self._capturing.append({"kernel": "memcpy", "arguments": {}, "sizes": (size,), "image": b""})
+            return
         ctypes.memmove(target, source, size)
 
     def memsetAsync(self, address: int, value: int, size: int, stream: int) -> None:
@@ -159,6 +163,9 @@ class FakeCuda:
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
         assert attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.dynamic_shared[self.functions[function][1]] = value
+
+    def occupancyMaxActiveBlocksPerMultiprocessor(self, function: int, threads: int, shared: int) -> int:
+        return self.blocks_per_sm(self.functions[function][1], threads, shared)
 
     def launchKernel(self, function: int, *given: int) -> None:
         module, name = self.functions[function]

@@ -2,48 +2,53 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from small import SMALL
 
 from tuner import search, space
 from tuner.contract import Contract
 from tuner.errors import BuildFailed, VoltuneError
 from tuner.ledger import Ledger
 from tuner.measure import Compared, Timing
-from tuner.space import Config, Stage, StageConfig
+from tuner.space import Config
 from tuner.verify import Verdict
+
+# A contract of few configurations, all of which a test can try.
+FEW = replace(SMALL, name="few", hidden=128, intermediate=32)
 
 
 def timing(us: float) -> Timing:
     return Timing(us, us, us, (us, us), "fake GPU", {}, "predicted")
 
 
-def landscape(stage: Stage, config: StageConfig, tokens: int) -> float:
-    """More in flight and more warps are faster, up to a best; rows cost a little."""
-    values = config.to_dict()
-    outer = values.get("tiles", values.get("segments", 1))
-    return 10.0 * tokens + 8 / values["unroll"] + abs(values["split_k"] - 8) + outer / 4 + values["rows"] / 10
+def landscape(config: Config, tokens: int) -> float:
+    """More in flight and eight warps to split K are faster; rows and threads cost a little. No two are alike."""
+    tiles = (config.w13, config.w2)
+    shape = sum(8 / tile.unroll + abs(tile.split_k - 8) + tile.tiles / 4 + tile.rows / 10 for tile in tiles)
+    return 10.0 * tokens + shape + config.resident / 1024 + zlib.crc32(config.key().encode()) / 2**32 / 1000
 
 
-def scattered(stage: Stage, config: StageConfig, tokens: int) -> float:
+def scattered(config: Config, tokens: int) -> float:
     """No pattern, no ties, and far apart in the best places: 10 us and up."""
-    return 10.0 + tokens + zlib.crc32(f"{stage} {config.key()}".encode()) / 2**32 * 1000
+    return 10.0 + tokens + zlib.crc32(config.key().encode()) / 2**32 * 1000
 
 
 @dataclass
 class FakeEvaluator:
-    us: Callable[[Stage, StageConfig, int], float] = landscape
-    failing: Callable[[Stage, StageConfig], bool] = lambda stage, config: False
+    us: Callable[[Config, int], float] = landscape
+    failing: Callable[[Config], bool] = lambda config: False
     error: Callable[[], BaseException] = lambda: BuildFailed("ptxas said no")
     word: str = "predicted"
     device: str = "fake GPU"
-    calls: list[tuple[int, Stage, str]] = field(default_factory=list)
+    calls: list[tuple[int, str]] = field(default_factory=list)
 
-    def evaluate(self, stage: Stage, config: StageConfig, tokens: int) -> Timing:
-        self.calls.append((tokens, stage, config.key()))
-        if self.failing(stage, config):
+    def evaluate(self, config: Config, tokens: int) -> Timing:
+        self.calls.append((tokens, config.key()))
+        if self.failing(config):
             raise self.error()
-        return timing(self.us(stage, config, tokens))
+        return timing(self.us(config, tokens))
 
 
 class ComparingEvaluator(FakeEvaluator):
@@ -52,9 +57,9 @@ class ComparingEvaluator(FakeEvaluator):
     slack = 0.0
     compared = 0
 
-    def compare(self, stage: Stage, configs: Sequence[StageConfig], tokens: int) -> list[Compared]:
+    def compare(self, configs: Sequence[Config], tokens: int) -> list[Compared]:
         self.compared += 1
-        times = [self.us(stage, config, tokens) for config in configs]
+        times = [self.us(config, tokens) for config in configs]
         saved = [1 - us / times[0] for us in times]
         return [Compared(timing(us), s - self.slack, s + self.slack) for us, s in zip(times, saved, strict=True)]
 
@@ -86,5 +91,5 @@ def open_ledger(folder: Path, contract: Contract, toolchain: str = "NVRTC 12.9.8
     )
 
 
-def keys(contract: Contract, stage: Stage) -> list[str]:
-    return [config.key() for config in space.candidates(contract, stage)]
+def keys(contract: Contract) -> list[str]:
+    return [config.key() for config in space.candidates(contract)]

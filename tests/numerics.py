@@ -20,7 +20,8 @@ class Primitive:
 
     name: str
     inputs: tuple[tuple[str, str], ...]  # name, numpy dtype
-    body: str  # an expression of the inputs, an unsigned
+    body: str  # an expression of the inputs, an unsigned; it may use their arrays, `results` and i, the element's index
+    headers: tuple[str, ...] = ("half", "silu")
 
 
 HALF_TO_FLOAT = Primitive("half_to_float", (("half", "uint16"),), "__float_as_uint(half_to_float(half))")
@@ -35,6 +36,39 @@ ROUND_TO_HALF = Primitive("round_to_half", (("value", "float32"),), "__float_as_
 EXP_NEGATIVE = Primitive("exp_negative", (("value", "float32"),), "__float_as_uint(exp_negative(value))")
 SILU = Primitive("silu", (("value", "float32"),), "__float_as_uint(silu(value))")
 
+_TENSOR = ("half", "segments", "exchange", "int4", "tensor")
+DIFFERENCES = Primitive(
+    "differences",
+    (("word", "uint32"), ("low", "uint32"), ("pair", "uint16")),
+    "[&] { unsigned pairs[4]; differences(pairs, word, low); return pairs[pair]; }()",
+    _TENSOR,
+)
+# Their complement, since all bits set would look unwritten.
+PUBLISHED_BITS = Primitive("published_bits", (("value", "float32"),), "~published_bits(value)", _TENSOR)
+DEQUANTISED = Primitive(
+    "dequantised",
+    (("word", "uint32"), ("scale", "uint16"), ("bias", "uint16"), ("pair", "uint16")),
+    "[&] { unsigned pairs[4]; dequantised(pairs, word, scale * 0x00010001u, bias * 0x00010001u); "
+    "return pairs[pair]; }()",
+    _TENSOR,
+)
+PUBLISHED_VALUE = Primitive(
+    "published_value", (("value", "float32"),), "__float_as_uint(published_value(published_bits(value)))", _TENSOR
+)
+LOAD_ONCE = Primitive(
+    "load_once",
+    (("word", "uint32"),),
+    "[&] { const uint4 v = load_once(reinterpret_cast<const uint4*>(words) + i / 4); "
+    "return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w; }()",
+    _TENSOR,
+)
+RELAXED = Primitive(
+    "relaxed",
+    (("word", "uint32"),),
+    "(store_relaxed(results + i, load_relaxed(words + i)), load_relaxed(results + i))",
+    _TENSOR,
+)
+
 
 @lru_cache
 def source(primitive: Primitive, plain: bool = False) -> Source:
@@ -44,8 +78,7 @@ def source(primitive: Primitive, plain: bool = False) -> Source:
     text = "\n".join(
         (
             *(["#define VOLTUNE_PLAIN"] if plain else []),
-            (TEMPLATES / "half.cuh").read_text(),
-            (TEMPLATES / "silu.cuh").read_text(),
+            *((TEMPLATES / f"{header}.cuh").read_text() for header in primitive.headers),
             f'extern "C" __global__ void voltune_{primitive.name}({parameters}const int* counts, unsigned* results) {{',
             "  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < *counts; i += gridDim.x * blockDim.x) {",
             f"    {loads}",
@@ -119,3 +152,21 @@ def dequantisations(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, 
     bias = np.where((np.arange(pairs) % 2 == 0) & np.isfinite(engine), engine.view(np.uint16), bias)
     nibble = np.tile(np.arange(16, dtype=np.uint16), pairs)
     return nibble, np.repeat(scale, 16), np.repeat(bias, 16)
+
+
+def nibbles() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `differences` takes: each nibble at each place beside each zero point, other nibbles random, and each pair.
+
+    uint32 words, uint32 -(1024 + z) as half2, uint16 pairs.
+    """
+    z, q, place, pair = (grid.ravel().astype(np.uint32) for grid in np.meshgrid(*map(np.arange, (16, 16, 8, 4))))
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, len(z), np.uint32)
+    words = drawn & ~(np.uint32(15) << 4 * place) | q << 4 * place
+    return words, z * np.uint32(0x00010001) | np.uint32(0xE400E400), pair.astype(np.uint16)
+
+
+def engine_words(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What `dequantised` takes: random words, scales and biases as `dequantisations` has them, and pairs."""
+    _, scale, bias = dequantisations(count)
+    rng = np.random.default_rng(1)
+    return rng.integers(0, 1 << 32, len(scale), np.uint32), scale, bias, rng.integers(0, 4, len(scale), np.uint16)

@@ -1,6 +1,6 @@
 """A contract small enough to check every layout in seconds, and what tests need to run a plan on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 
 # On tensor cores: split K, a ring that turns, several tiles a CTA.
-TENSOR = space.Config(space.W13Config("tensor", 2, 2, 2, 8), space.W2Config("tensor", 4, 1, 1, 4))
+TENSOR = space.parse("tensor-t2-k2-u2-r8+tensor-t4-k1-u1-r4+m512")
 
 
 @lru_cache
@@ -59,13 +59,31 @@ def run(
     config: space.Config | None = None,
     name: plan.PlanName = "fused",
     order: int = 0,
-    sources: dict[str, render.Source] | None = None,
+    sources: Mapping[str, render.Source] | None = None,
     expert_map: np.ndarray | None = None,
     live_tokens: int | None = None,
+    timeout_s: float = 60.0,
 ) -> plan.Outputs:
     """The plan's outputs from the CPU executor."""
     made = plan.make(small, config or space.default(small), name)
-    held = weights(small)
+    given = {"expert_map": expert_map, "live_tokens": live_tokens}
+    return execute(made, sources or render.render(made), x, ids, route_weights, order, timeout_s, **given)
+
+
+def execute(
+    made: plan.Plan,
+    sources: Mapping[str, render.Source],
+    x: np.ndarray,
+    ids: np.ndarray,
+    route_weights: np.ndarray,
+    order: int = 0,
+    timeout_s: float = 60.0,
+    *,
+    expert_map: np.ndarray | None = None,
+    live_tokens: int | None = None,
+) -> plan.Outputs:
+    """A plan's outputs from the CPU executor, with the contract's `weights`."""
+    held = weights(made.contract)
     operands: dict[str, Any] = {
         "X": x,
         "TOPK_WEIGHTS": route_weights,
@@ -78,36 +96,40 @@ def run(
         "EXPERT_MAP": expert_map,
         "LIVE_TOKENS": None if live_tokens is None else np.array([live_tokens], np.int32),
     }
-    if name == "sorted":
-        held_sort = routing.sort(ids, small.experts, expert_map=expert_map, live_tokens=live_tokens)
+    if made.name == "sorted":
+        held_sort = routing.sort(ids, made.contract.experts, expert_map=expert_map, live_tokens=live_tokens)
         operands |= {"SORTED_ROWS": held_sort.rows, "OFFSETS": held_sort.offsets}
     else:
         operands["TOPK_IDS"] = ids
-    return host.execute(made, sources or render.render(made), operands, len(x), order=order)
+    return host.execute(made, sources, operands, len(x), order=order, timeout_s=timeout_s)
 
 
 def work_counts(
     small: contract.Contract, ids: np.ndarray, config: space.Config, text_of: Callable[[render.Source], str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How often the fused plan multiplies each row: by W13 [S, I], by W2 [M, H] summed over a token's rows and
-    the parts of split K.
+    """How often the fused plan writes each element of HIDDEN, int32 [S, I], and of ROUTES, int32 [S, H].
 
-    Work done twice leaves the result as it is, so the kernels count instead: what starts as poison, all bits set, gets
-    1 more at each write of W13, and becomes 1.0 after one write of W2 and something huge after two. `text_of` gives a
-    source's text.
+    Work done twice may leave the result as it is, so a counter beside each element counts what is put there. `text_of`
+    gives the source's text.
     """
-    stores = {
-        "w13": ("hidden[(long long)slots[r] * C::kIntermediate + ", "] = activate(gate, up);", "1"),
-        "w2": ("outputs[slots[r] * ", "] = sum;", "0x3f800001"),
-    }
-    sources = {}
-    for stage, source in render.render(plan.make(small, config)).items():
-        begin, end, added = stores[stage]
-        before, after = text_of(source).split(begin)
-        index, after = after.split(end)
-        array, first = begin.split("[", 1)
-        text = f"{before}atomicAdd(reinterpret_cast<int*>({array}) + ({first}{index}), {added});{after}"
-        sources[stage] = replace(source, text=text)
-    ones = np.ones(ids.shape, np.float32)
-    outputs = run(small, inputs(small, len(ids)), ids, ones, config=config, sources=sources)
-    return outputs.hidden.view(np.int32) + 1, outputs.out
+    made = plan.make(small, config)
+    (launch,), (source,) = made.launches, render.render(made).values()
+    counted = (("HIDDEN_PUT", "HIDDEN"), ("ROUTES_PUT", "ROUTES"))
+    shapes = {buffer.name: buffer.shape for buffer in made.buffers}
+    made = replace(
+        made,
+        launches=(replace(launch, arguments=(*launch.arguments, *(name for name, _ in counted))),),
+        buffers=(*made.buffers, *(plan.Buffer(name, "int32", shapes[of], "workspace") for name, of in counted)),
+    )
+    put = "put(long long at, float value) const {"
+    text = text_of(source)
+    assert put in text
+    text = text.replace(put, f"{put}\n    atomicAdd((words == hidden_words ? hidden_put : routes_put) + at, 1);")
+    head, body = text.split(f"{launch.kernel}(", 1)
+    parameters, body = body.split(") {\n", 1)
+    told = "hidden_put = hidden_put_, routes_put = routes_put_, hidden_words = hidden;"
+    text = f"{head}{launch.kernel}({parameters}, int* hidden_put_, int* routes_put_) {{\n  {told}\n{body}"
+    text = f"static int *hidden_put, *routes_put;\nstatic const unsigned* hidden_words;\n{text}"
+    sources, ones = {launch.stage: replace(source, text=text)}, np.ones(ids.shape, np.float32)
+    outputs = execute(made, sources, inputs(small, len(ids)), ids, ones)
+    return outputs.buffers["HIDDEN_PUT"] + 1, outputs.buffers["ROUTES_PUT"] + 1  # from -1, the poison

@@ -16,12 +16,14 @@ from small import SMALL, inputs, run, weights
 from tuner import build, device, nvml, plan, render, routing, space
 from tuner.device import Call, Gpu
 from tuner.errors import InvalidConfig, LaunchFailed, MissingTool, RequestError
-from tuner.plan import Plan
+from tuner.plan import Buffer, Plan
 
 TOKENS = 5
 HAS_GPU, WHY_NOT = device.available()
 MADE = plan.make(SMALL, space.default(SMALL))
-W13, W2 = (launch.kernel for launch in MADE.launches)
+STAGED = plan.make(SMALL, space.default(SMALL), "staged")
+(OP,) = (launch.kernel for launch in MADE.launches)
+COMPACT, W13, W2 = (launch.kernel for launch in STAGED.launches)
 
 
 def operands(made: Plan = MADE, tokens: int = TOKENS) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def fill_out(arguments: dict[str, int]) -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    made = FakeCuda(MADE, {W2: fill_out})
+    made = FakeCuda(MADE, {OP: fill_out, W2: fill_out})
     monkeypatch.setattr(device, "_bindings", lambda: (made, made))
     return made
 
@@ -55,34 +57,11 @@ def execute(gpu: Gpu, given: dict[str, Any] | None = None) -> plan.Outputs:
 # Operands
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"X": None}, r"operand X is missing: expected float16 \[5, 256\]"),
-        ({"X": np.zeros((5, 256), np.float32)}, r"operand X is float32 \[5, 256\]: expected float16"),
-        (
-            {"TOPK_IDS": np.zeros((5, 2), np.int32)},
-            r"operand TOPK_IDS is int32 \[5, 2\]: expected int32 or int64 \[5, 3\]",
-        ),
-        ({"EXPERT_MAP": np.zeros(6, np.int64)}, r"operand EXPERT_MAP is int64 \[6\]: expected int32"),
-        ({"TOKENS": 4}, "operand TOKENS is 4: expected 5"),
-        ({"ID_BYTES": 8}, "operand ID_BYTES is 8: expected 4"),
-    ],
-)
-def test_an_operand_that_does_not_fit_is_named_with_what_was_expected(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said):
-        device.resolve(MADE, operands() | change, TOKENS)
-
-
-def test_more_tokens_than_the_contracts_largest_level_are_refused() -> None:
-    with pytest.raises(RequestError, match="13 tokens: expected 1 to 12"):
-        device.resolve(MADE, operands(), 13)
-
-
-def test_the_scalars_follow_from_ids_and_map() -> None:
-    wide = operands() | {"TOPK_IDS": np.zeros((TOKENS, 3), np.int64), "EXPERT_MAP": np.zeros(9, np.int32)}
-    assert device.resolve(MADE, operands(), TOKENS)[1] == {"TOKENS": 5, "ID_BYTES": 4, "MAP_SIZE": 0}
-    assert device.resolve(MADE, wide, TOKENS)[1] == {"TOKENS": 5, "ID_BYTES": 8, "MAP_SIZE": 9}
+def test_an_operand_that_does_not_fit_is_refused_and_one_on_the_gpu_is_as_good_as_an_array(fake: FakeCuda) -> None:
+    gpu, x = Gpu(), inputs(SMALL, TOKENS)
+    gpu.step(MADE, operands() | {"X": gpu.upload(x)}, TOKENS)
+    with pytest.raises(RequestError, match=r"operand X is float32 \[5, 256\]: expected float16 \[5, 256\]"):
+        gpu.step(MADE, operands() | {"X": gpu.upload(x.astype(np.float32))}, TOKENS)
 
 
 # Launches
@@ -97,31 +76,78 @@ def test_a_kernel_gets_each_operand_by_its_name_and_null_for_an_absent_one(fake:
             seen[name] = at(arguments[name], given[name].dtype.name, given[name].shape).copy()
         assert arguments["W13_ZEROS"] == arguments["LIVE_TOKENS"] == 0
         assert (arguments["TOKENS"], arguments["ID_BYTES"], arguments["MAP_SIZE"]) == (5, 4, 6)
-        hidden = at(arguments["HIDDEN"], "uint32", (TOKENS * 3, 64))
-        assert (hidden == 0xFFFFFFFF).all()
-        hidden.view("float32")[...] = 2.0
+        fill_out(arguments)
 
-    fake.kernels = {W13: look, W2: fill_out}
+    fake.kernels = {OP: look}
     outputs = execute(Gpu(), given)
     assert set(seen) == {"X", "TOPK_IDS", "EXPERT_MAP", "W13_Q", "W13_SCALES"}
     for name, array in seen.items():
         np.testing.assert_array_equal(array, given[name])
     assert (outputs.out == 1.5).all() and outputs.out.shape == (5, 256)
-    assert (outputs.hidden == 2.0).all() and outputs.hidden.shape == (15, 64)
+
+
+def test_the_workspace_starts_as_poison_and_is_handed_from_kernel_to_kernel_and_back(fake: FakeCuda) -> None:
+    def first(arguments: dict[str, int]) -> None:
+        hidden = at(arguments["HIDDEN"], "uint32", (TOKENS * 3, 64))
+        assert (hidden == 0xFFFFFFFF).all()
+        hidden.view("float32")[...] = 2.0
+
+    def second(arguments: dict[str, int]) -> None:
+        fill_out(arguments)
+        at(arguments["HIDDEN"], "float32", (TOKENS * 3, 64))[...] += 1.0
+
+    fake.plan, fake.kernels = STAGED, {W13: first, W2: second}
+    outputs = Gpu().execute(STAGED, images(STAGED), operands(), TOKENS, "cubin")
+    assert (outputs.hidden == 3.0).all() and outputs.hidden.shape == (15, 64)
 
 
 def test_grid_block_and_shared_memory_are_the_plans(fake: FakeCuda) -> None:
-    execute(Gpu())
-    for launch, seen in zip(MADE.launches, fake.launches, strict=True):
+    fake.plan = STAGED
+    Gpu().execute(STAGED, images(STAGED), operands(), TOKENS, "cubin")
+    for launch, seen in zip(STAGED.launches, fake.launches, strict=True):
         assert seen["kernel"] == launch.kernel
         grid, block, shared = seen["sizes"][:3], seen["sizes"][3:6], seen["sizes"][6]
         assert grid == (launch.grid[0].at(5), launch.grid[1].at(5), 1)
         assert (block, shared) == ((launch.block, 1, 1), launch.shared.at(5))
 
 
+@pytest.mark.parametrize("made", [MADE, STAGED], ids=lambda made: made.name)
+def test_a_launch_by_ticket_has_no_more_ctas_than_the_gpu_holds_at_once_and_any_other_all_of_its_own(
+    made: Plan, fake: FakeCuda
+) -> None:
+    asked = []
+
+    def blocks_per_sm(kernel: str, threads: int, shared: int) -> int:
+        asked.append((kernel, threads, shared))
+        return 2
+
+    fake.plan, fake.blocks_per_sm = made, blocks_per_sm
+    fake.attributes[16] = 3  # multiprocessors
+    gpu = Gpu()
+    kernels, step = gpu.load(made, images(made), "cubin"), gpu.step(made, operands(), TOKENS)
+    for _ in range(2):  # a graph's launches too
+        gpu.launch(Call(made, kernels, step))
+        gpu.capture([Call(made, kernels, step)])
+        fake.launches += fake.captured.pop()
+        assert len(fake.launches) == 2 * len(made.launches)
+        for launch, seen in zip(made.launches * 2, fake.launches, strict=True):
+            whole = launch.grid[0].at(TOKENS)
+            assert launch.by_ticket == (launch.kernel in (OP, W2))
+            assert whole > 6 or not launch.by_ticket
+            assert seen["sizes"][:3] == (6 if launch.by_ticket else whole, launch.grid[1].at(TOKENS), 1)
+        fake.launches.clear()
+    assert asked == [(launch.kernel, launch.block, launch.shared.at(TOKENS)) for launch in made.launches]
+
+
+def test_a_launch_by_ticket_of_fewer_ctas_than_the_gpu_holds_keeps_them(fake: FakeCuda) -> None:
+    execute(Gpu())
+    (seen,) = fake.launches
+    assert seen["sizes"][0] == MADE.launches[0].grid[0].at(TOKENS) < 80 * 8
+
+
 def with_shared(nbytes: int) -> Plan:
-    first, second = MADE.launches
-    return replace(MADE, launches=(replace(first, shared=plan.Linear(nbytes)), second))
+    (op,) = MADE.launches
+    return replace(MADE, launches=(replace(op, shared=plan.Linear(nbytes)),))
 
 
 def test_more_than_48_kb_of_shared_memory_is_asked_for_and_no_less(fake: FakeCuda) -> None:
@@ -129,11 +155,11 @@ def test_more_than_48_kb_of_shared_memory_is_asked_for_and_no_less(fake: FakeCud
     gpu.load(with_shared(48 << 10), images(MADE), "cubin")
     assert fake.dynamic_shared == {}
     gpu.load(with_shared((48 << 10) + 16), images(MADE), "cubin")
-    assert fake.dynamic_shared == {W13: (48 << 10) + 16}
+    assert fake.dynamic_shared == {OP: (48 << 10) + 16}
 
 
 def test_more_shared_memory_than_the_gpu_has_is_an_invalid_config(fake: FakeCuda) -> None:
-    with pytest.raises(InvalidConfig, match=r"voltune_w13 needs 98320 bytes.*Fake V100 has 98304"):
+    with pytest.raises(InvalidConfig, match=r"voltune_op needs 98320 bytes.*Fake V100 has 98304"):
         Gpu().load(with_shared((96 << 10) + 16), images(MADE), "cubin")
 
 
@@ -143,7 +169,7 @@ def test_machine_code_of_another_gpu_is_refused_and_its_ptx_is_taken_as_a_c_stri
     with pytest.raises(RequestError, match=r"sm_70 code, Fake V100 runs sm_90: use ptx"):
         gpu.load(MADE, images(MADE), "cubin")
     kernels = gpu.load(MADE, images(MADE), "ptx")
-    assert list(fake.modules.values()) == [b"ptx\0", b"ptx\0"]
+    assert list(fake.modules.values()) == [b"ptx\0"]
     del kernels
     assert fake.modules == {}
 
@@ -153,7 +179,7 @@ def test_an_output_element_left_unwritten_is_a_failure_that_names_it(fake: FakeC
         fill_out(arguments)
         at(arguments["OUT"], "uint16", (TOKENS, 256))[3, 7] = 0xFFFF
 
-    fake.kernels = {W2: forgetful}
+    fake.kernels = {OP: forgetful}
     with pytest.raises(LaunchFailed, match=r"1 elements of OUT were never written, first \[3, 7\]"):
         execute(Gpu())
 
@@ -166,9 +192,60 @@ def test_a_byte_written_just_outside_a_buffer_is_a_failure(fake: FakeCuda, name:
         fill_out(arguments)
         at(arguments[name] + offset, "uint8", (1,))[0] = 0
 
-    fake.kernels = {W2: stray}
+    fake.kernels = {OP: stray}
     with pytest.raises(LaunchFailed, match=r"1 bytes of the guard .* were overwritten"):
         execute(Gpu())
+
+
+COUNTED = replace(
+    STAGED,
+    launches=tuple(replace(launch, arguments=(*launch.arguments, "TALLY")) for launch in STAGED.launches[1:]),
+    buffers=(*STAGED.buffers, Buffer("TALLY", "int32", (plan.Linear(2), plan.Linear(0, 1)), "counters")),
+)
+
+
+def counters(arguments: dict[str, int]) -> np.ndarray:
+    return at(arguments["TALLY"], "int32", (2, TOKENS))
+
+
+def test_counters_start_at_zero_and_keep_what_a_launch_left_in_the_next_ones(fake: FakeCuda) -> None:
+    seen = []
+
+    def first(arguments: dict[str, int]) -> None:
+        seen.append(counters(arguments).copy())
+        counters(arguments)[0, 1] = 6
+
+    def second(arguments: dict[str, int]) -> None:
+        fill_out(arguments)
+        seen.append(counters(arguments).copy())
+        counters(arguments)[...] = 0
+
+    fake.plan, fake.kernels = COUNTED, {W13: first, W2: second}
+    gpu = Gpu()
+    step, kernels = gpu.step(COUNTED, operands(), TOKENS), gpu.load(COUNTED, images(COUNTED), "cubin")
+    for _ in range(2):
+        gpu.launch(Call(COUNTED, kernels, step))
+    assert [array.tolist() for array in seen] == [[[0] * 5, [0] * 5], [[0, 6, 0, 0, 0], [0] * 5]] * 2
+    assert (gpu.outputs(step).buffers["TALLY"] == 0).all()
+
+
+def test_a_counter_not_left_zero_is_a_failure_that_names_it_and_a_poisoned_step_is_good_again(fake: FakeCuda) -> None:
+    def forgetful(arguments: dict[str, int]) -> None:
+        fill_out(arguments)
+        counters(arguments)[1, 2:4] += [-3, 8]
+
+    fake.plan, fake.kernels = COUNTED, {W2: forgetful}
+    gpu = Gpu()
+    step = gpu.step(COUNTED, operands(), TOKENS)
+    call = Call(COUNTED, gpu.load(COUNTED, images(COUNTED), "cubin"), step)
+    for _ in range(2):
+        gpu.launch(call)
+    with pytest.raises(LaunchFailed, match=r"^2 elements of the counters TALLY .* zero, first \[1, 2\]: -6"):
+        gpu.outputs(step)
+    fake.kernels = {W2: fill_out}
+    gpu.poison(step)
+    gpu.launch(call)
+    gpu.outputs(step)
 
 
 def test_a_cuda_error_is_a_launch_failure_with_its_text(fake: FakeCuda) -> None:
@@ -198,11 +275,11 @@ def test_weights_already_on_the_gpu_are_used_in_place(fake: FakeCuda) -> None:
 
 
 def test_a_graph_holds_the_chosen_stage_of_each_call_in_order_and_is_timed_a_call(fake: FakeCuda) -> None:
-    gpu = Gpu()
-    step, kernels = gpu.step(MADE, operands(), TOKENS), gpu.load(MADE, images(MADE), "cubin")
+    fake.plan, gpu = STAGED, Gpu()
+    step, kernels = gpu.step(STAGED, operands(), TOKENS), gpu.load(STAGED, images(STAGED), "cubin")
     layers = [{"W13_Q": gpu.upload(weights(SMALL).w13.q)} for _ in range(3)]
     fake.us = lambda launch: 7.0 if launch["kernel"] == W13 else 1000.0
-    replay = gpu.capture([Call(MADE, kernels, step.over(layer), ("w13",)) for layer in layers])
+    replay = gpu.capture([Call(STAGED, kernels, step.over(layer), ("w13",)) for layer in layers])
     assert fake.launches == []
     (graph,) = fake.graphs.values()
     assert [launch["arguments"]["W13_Q"] for launch in graph] == [layer["W13_Q"].address for layer in layers]
@@ -211,10 +288,10 @@ def test_a_graph_holds_the_chosen_stage_of_each_call_in_order_and_is_timed_a_cal
 
 
 def test_a_call_of_no_named_stage_is_the_whole_plan(fake: FakeCuda) -> None:
-    gpu = Gpu()
-    call = Call(MADE, gpu.load(MADE, images(MADE), "cubin"), gpu.step(MADE, operands(), TOKENS))
-    fake.us = lambda launch: 7.0 if launch["kernel"] == W13 else 1000.0
-    assert gpu.capture([call, call]).time_us() == pytest.approx(1007.0)
+    fake.plan, gpu = STAGED, Gpu()
+    call = Call(STAGED, gpu.load(STAGED, images(STAGED), "cubin"), gpu.step(STAGED, operands(), TOKENS))
+    fake.us = lambda launch: {COMPACT: 20.0, W13: 7.0, W2: 1000.0}[launch["kernel"]]
+    assert gpu.capture([call, call]).time_us() == pytest.approx(1027.0)
 
 
 # The machine

@@ -1,51 +1,60 @@
 """Kernels broken on purpose: each break of a template must be found, by the check that its row names.
 
-A mutation changes the text of the rendered sources that hold `old`. They then go through what `verify` runs (references
-and three orders of threads and CTAs, then odd calls on every plan), and, before the plans other than the fused one, a
+A mutation changes the text of the rendered sources that hold `old`. They then go through what `verify` runs: references
+and three orders of threads and CTAs, then odd calls on every plan; and, before the plans other than the fused one, a
 count of the work. CONTRIBUTING.md lists what finds which, and is held to it here.
+
+One worker runs CTA after CTA, so that what a mutant does is the same each time.
 """
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 from small import LAYOUTS, SMALL, TENSOR, work_counts
 
-from tuner import host, plan, render, verify
+from tuner import host, plan, render, space, verify
 from tuner.cases import make_case
 from tuner.contract import Contract
 from tuner.plan import PLANS, Outputs, Plan
 from tuner.render import Source
-from tuner.space import Config, W2Config, W13Config
-from tuner.verify import Layers, Verdict
+from tuner.space import Config
+from tuner.verify import Layers, Subject, Verdict
 
 FOUR_BYTES = LAYOUTS["sm70-u4 4-byte concatenated"]
 AWQ = LAYOUTS["awq"]
 MANY = replace(SMALL, experts=40)  # more than a word of bits has
 LONE = replace(SMALL, top_k=1)  # one slot a token
+WIDE = replace(MANY, top_k=20)  # more routes of a token than are combined at once
+LONG = replace(SMALL, intermediate=288)  # more K of W2 than a warp loads at once, and nine steps
+NARROW = replace(SMALL, hidden=320)  # columns that a CTA's threads do not divide
 ENGINE = replace(SMALL, numerics="engine", tolerance=2e-3)
+# Values enough that one of them, rounded the other way, does not break a limit: tensor cores add in another order.
+ENGINE_128 = replace(ENGINE, intermediate=128)
 
 # Split K, a ring that turns, several tiles a CTA; one row a pass, which is quicker to compile than several.
-CONFIG = Config(W13Config("simt", 2, 2, 2, 1), W2Config("simt", 4, 1, 1, 1))
-FOUR_ROWS = Config(replace(CONFIG.w13, rows=4), replace(CONFIG.w2, rows=4))
-W2_SPLIT = replace(CONFIG, w2=replace(CONFIG.w2, split_k=2))
+CONFIG = space.parse("simt-t2-k2-u2-r1+simt-t4-k1-u1-r1+m512")
+FOUR_ROWS = space.parse("simt-t2-k2-u2-r4+simt-t4-k1-u1-r4+m512")
+W2_SPLIT = space.parse("simt-t2-k2-u2-r1+simt-t2-k2-u1-r1+m512")
+HALVES = space.parse("simt-t2-k2-u1-r1+simt-t2-k2-u1-r1+m512")
+UNSPLIT = space.parse("simt-t1-k1-u1-r1+simt-t1-k1-u1-r1+m512")
+TENSOR_ENGINE = replace(TENSOR, w2=replace(TENSOR.w2, rows=8))
+TENSOR_UNSPLIT = space.parse("tensor-t1-k1-u1-r8+tensor-t1-k1-u1-r4+m512")
 
 FLOAT64 = "float64 reference"
 ENGINE_REFERENCE = "engine-numerics reference"
 REPORT = "fault report"
 ORDERS = "bits in another order"
+TIMEOUT = "time-out"
 PLAN = "another plan"
 COUNT = "count of the work"
 
 
 def edge(name: str) -> str:
     return f"odd call: {name}"
-
-
-W13_ONLY, W2_ONLY = ("w13",), ("w2",)
 
 
 @dataclass(frozen=True)
@@ -56,24 +65,29 @@ class Mutation:
     found_by: str
     contract: Contract = SMALL
     config: Config = CONFIG
-    stages: tuple[str, ...] = ("compact", "w13", "w2")  # whose kernels are changed: one, where that spares compiling
+    also: tuple[tuple[str, str], ...] = ()  # other changes with it
+    hangs: bool = False  # a time-out finds it, whatever its row says: of another plan, or in an odd call
 
+    @property
+    def timeout_s(self) -> float:
+        """Of a mutant's run, which takes a tenth of a second on an idle machine."""
+        return 2.0 if self.hangs or self.found_by == TIMEOUT else 20.0
+
+
+W2_FIRST = (
+    "const int ticket = arena.tickets[turn];",
+    "const int drawn = arena.tickets[turn];\n"
+    "      const int ticket = drawn < combine_begin ? combine_begin - 1 - drawn : drawn;",
+)
 
 MUTATIONS = (
     # Weights
-    Mutation(
-        "zero point of 3-byte statistics left out",
-        "zero = triple >> 16 & 0xfu;",
-        "zero = 0;",
-        FLOAT64,
-        stages=W13_ONLY,
-    ),
+    Mutation("zero point of 3-byte statistics left out", "zero = triple >> 16 & 0xfu;", "zero = 0;", FLOAT64),
     Mutation(
         "zero point of 3-byte statistics one up, as GPTQ has it",
         "zero = triple >> 16 & 0xfu;",
         "zero = (triple >> 16 & 0xfu) + 1;",
         FLOAT64,
-        stages=W2_ONLY,
     ),
     Mutation(
         "zero point of 4-byte statistics cut instead of rounded",
@@ -81,7 +95,6 @@ MUTATIONS = (
         "0x1.7ffffep23f)) & 0xfu",
         FLOAT64,
         FOUR_BYTES,
-        stages=W13_ONLY,
     ),
     Mutation(
         "zero points of 4-byte statistics with the bias's sign",
@@ -89,7 +102,6 @@ MUTATIONS = (
         "fmaf(half_to_float(found.bias)",
         FLOAT64,
         FOUR_BYTES,
-        stages=W2_ONLY,
     ),
     Mutation(
         "zero point of awq taken from the word's first column",
@@ -97,36 +109,27 @@ MUTATIONS = (
         "field_of(f.zeros, 0)",
         FLOAT64,
         AWQ,
-        stages=W13_ONLY,
     ),
     Mutation(
         "nibble order: halves of a word swapped",
         "index & 1 ? word >> 16 : word",
         "index & 1 ? word : word >> 16",
         FLOAT64,
-        stages=W2_ONLY,
     ),
-    Mutation(
-        "nibble order: plain ascending",
-        "return index / 2; }",
-        "return index % 4; }",
-        FLOAT64,
-        stages=W13_ONLY,
-    ),
+    Mutation("nibble order: plain ascending", "return index / 2; }", "return index % 4; }", FLOAT64),
     Mutation(
         "nibble order of awq: halves of a word swapped",
         "index & 1 ? word >> 16 : word",
         "index & 1 ? word : word >> 16",
         FLOAT64,
         AWQ,
-        stages=W2_ONLY,
     ),
+    Mutation("nibble's place not taken back from activations", "inverse_place(k % 8)", "1.0f", FLOAT64),
     Mutation(
-        "nibble's place not taken back from activations",
-        "inverse_place(k % 8)",
+        "nibble's place not taken back from W2's activations",
+        "__uint_as_float((127u - 4u * (k % 8 / 2)) << 23)",
         "1.0f",
         FLOAT64,
-        stages=W13_ONLY,
     ),
     Mutation(
         "nibble's place not taken back from awq's scales",
@@ -134,37 +137,13 @@ MUTATIONS = (
         "half_to_float(stats.engine_scale)",
         FLOAT64,
         AWQ,
-        stages=W2_ONLY,
     ),
+    Mutation("octet taken from the wrong lanes", "lane_id() >> 3; }", "lane_id() & 3; }", FLOAT64),
+    Mutation("octets a word too near", "octet) * 32 + column % 32", "octet) * 31 + column % 32", REPORT),
+    Mutation("steps half as far apart", "words += 32;", "words += 16;", FLOAT64),
+    Mutation("rows of awq half as far apart", "words[k * (N / 8)]", "words[k * (N / 16)]", FLOAT64, AWQ),
     Mutation(
-        "octet taken from the wrong lanes",
-        "first * 4 + (lane_id() >> 3)",
-        "first * 4 + (lane_id() & 3)",
-        FLOAT64,
-        stages=W13_ONLY,
-    ),
-    Mutation(
-        "octets a word too near",
-        "octet) * 32 + column % 32",
-        "octet) * 31 + column % 32",
-        REPORT,
-        stages=W2_ONLY,
-    ),
-    Mutation("steps half as far apart", "words += 32;", "words += 16;", FLOAT64, stages=W13_ONLY),
-    Mutation(
-        "rows of awq half as far apart",
-        "words[k * (N / 8)]",
-        "words[k * (N / 16)]",
-        FLOAT64,
-        AWQ,
-        stages=W2_ONLY,
-    ),
-    Mutation(
-        "scale and zero of the neighbouring column",
-        "R::column(fragment, c)",
-        "R::column(fragment, c ^ 1)",
-        FLOAT64,
-        stages=W13_ONLY,
+        "scale and zero of the neighbouring column", "R::column(fragment, c)", "R::column(fragment, c ^ 1)", FLOAT64
     ),
     Mutation(
         "scale and zero of awq's neighbouring column",
@@ -172,29 +151,13 @@ MUTATIONS = (
         "R::column(fragment, c ^ 1)",
         FLOAT64,
         AWQ,
-        stages=W2_ONLY,
     ),
+    Mutation("second column's 3 bytes read from a byte on", "0x0543u", "0x0654u", FLOAT64),
+    Mutation("third column's 3 bytes read from a byte on", "0x0432u", "0x0543u", FLOAT64),
+    Mutation("fourth column's 3 bytes read from a byte before", "s[2] >> 8", "s[2]", FLOAT64),
+    Mutation("group index counted from the warp's own first step", " + first / kGroupSteps<C>;", ";", FLOAT64),
     Mutation(
-        "second column's 3 bytes read from a byte on",
-        "s[0] >> 24 | s[1] << 8",
-        "s[1] >> 8",
-        FLOAT64,
-        stages=W13_ONLY,
-    ),
-    Mutation(
-        "group index counted from the warp's own first step",
-        " + first / kGroupSteps<C>;",
-        ";",
-        FLOAT64,
-        stages=W13_ONLY,
-    ),
-    Mutation(
-        "group index of awq counted from the warp's own first step",
-        " + first / kGroupSteps<C>)",
-        ")",
-        FLOAT64,
-        AWQ,
-        stages=W13_ONLY,
+        "group index of awq counted from the warp's own first step", " + first / kGroupSteps<C>)", ")", FLOAT64, AWQ
     ),
     Mutation(
         "every step its own group",
@@ -202,35 +165,39 @@ MUTATIONS = (
         "stats",
         REPORT,
         LAYOUTS["sm70-u4 group 64"],
-        stages=W2_ONLY,
     ),
     Mutation(
         "expert 0's words for every expert",
         "t.q + (long long)expert * (K * (N / 8))",
         "t.q + (long long)expert * 0",
         FLOAT64,
-        stages=W13_ONLY,
+    ),
+    Mutation(
+        "gate and up columns counted from each other's place",
+        "(index < 4 ? 0 : apart)",
+        "(index < 4 ? apart : 0)",
+        FLOAT64,
+        FOUR_BYTES,
+    ),
+    Mutation(
+        "up columns a tile's half too far",
+        "C::kIntermediate - kTilePairs",
+        "C::kIntermediate",
+        REPORT,
+        FOUR_BYTES,
     ),
     Mutation(
         "ring of weights read a place too far",
-        "(ring[u], octet",
-        "(ring[(u + 1) % C::kUnroll], octet",
+        "(stream.ring[u], octet",
+        "(stream.ring[(u + 1) % C::kUnroll], octet",
         FLOAT64,
-        stages=W13_ONLY,
     ),
-    Mutation(
-        "ring of weights filled past the warp's share",
-        "if (base + u + C::kUnroll < kSteps) ",
-        "",
-        REPORT,
-        stages=W13_ONLY,
-    ),
+    Mutation("ring of weights filled past the warp's share", "if (base + u + C::kUnroll < kSteps) ", "", REPORT),
     Mutation(
         "one octet left out of the warp's sum",
         "sums[r][c] += __shfl_xor_sync(0xffffffffu, sums[r][c], 16);",
         "",
         FLOAT64,
-        stages=W2_ONLY,
     ),
     # Rows
     Mutation(
@@ -241,56 +208,111 @@ MUTATIONS = (
         config=FOUR_ROWS,
     ),
     Mutation(
+        "octets staged in another's place",
+        "const int at = base + i * blockDim.x;\n        if (at < octets) store",
+        "const int at = base + (3 - i) * blockDim.x;\n        if (at < octets) store",
+        FLOAT64,
+        config=FOUR_ROWS,
+    ),
+    Mutation(
+        "fp32 rows staged past their end",
+        "if (base + i * 32 < K) rows.values[r][k]",
+        "rows.values[r][k]",
+        REPORT,
+        LONG,
+        UNSPLIT,
+    ),
+    Mutation(
         "row mask of W13: rows past the last not masked",
         "i < count * C::kTiles",
         "i < F::kPassRows * C::kTiles",
-        COUNT,
+        edge("ids below 0"),
         config=FOUR_ROWS,
     ),
     Mutation(
         "row mask of W13: last row masked too",
         "i < count * C::kTiles",
         "i < (count - 1) * C::kTiles",
-        FLOAT64,
+        TIMEOUT,
         config=FOUR_ROWS,
     ),
-    Mutation(
-        "row mask of W2: rows past the last not masked",
-        "if (r >= count) break;",
-        "",
-        FLOAT64,
-        config=FOUR_ROWS,
-        stages=W2_ONLY,
-    ),
+    Mutation("row mask of W2: rows past the last not masked", "if (r >= count) break;", "", FLOAT64, config=FOUR_ROWS),
     Mutation(
         "row mask of W2: last row masked too",
         "if (r >= count) break;",
         "if (r + 1 >= count) break;",
-        FLOAT64,
+        TIMEOUT,
         config=FOUR_ROWS,
-        stages=W2_ONLY,
     ),
     Mutation(
         "rows of W13 put into the first one's place",
-        "arena.partial[split][r]",
-        "arena.partial[split][0]",
+        "stage.sums[r][c] = sum; }",
+        "stage.sums[0][c] = sum; }",
         FLOAT64,
         config=FOUR_ROWS,
     ),
     Mutation(
-        "rows of W13 begun at the first warp's share", "* kK + step * 32; },", "* kK; },", FLOAT64, stages=W13_ONLY
+        "rows begun at the first warp's share",
+        "&rows.values[0][split * kSteps * 32 + ",
+        "&rows.values[0][",
+        FLOAT64,
+    ),
+    Mutation("rows of a pass one off", "int found = -from;", "int found = 1 - from;", REPORT),
+    Mutation(
+        "rows of a pass taken again by the next",
+        "from += F::kPassRows",
+        "from += F::kPassRows / 2",
+        COUNT,
+        config=FOUR_ROWS,
+    ),
+    Mutation(
+        "slots past the first 32 not looked at",
+        "word < tokens() * C::kTopK; word += 32",
+        "word < 32; word += 32",
+        TIMEOUT,
+    ),
+    Mutation(
+        "columns of a CTA's first tile for all of W13's",
+        "columns_of(item * C::kTiles + tile)",
+        "columns_of(item * C::kTiles)",
+        FLOAT64,
+    ),
+    Mutation(
+        "columns of a CTA's first tile for all of W2's",
+        "item * kColumns + tile * F::kTileColumns",
+        "item * kColumns",
+        TIMEOUT,
     ),
     # Barriers
     Mutation(
-        "barrier after W13's staging of experts", "experts = shared;\n    __syncthreads();", "experts = shared;", REPORT
+        "barrier of the segments after ids", "(shared.experts);\n    __syncthreads();", "(shared.experts);", TIMEOUT
     ),
     Mutation(
-        "barrier before W13 adds the parts",
-        "__syncthreads();\n      finish(",
-        "finish(",
+        "barrier of the segments after first slots",
+        "shared.experts[slot]], slot);\n    }\n    __syncthreads();",
+        "shared.experts[slot]], slot);\n    }",
+        TIMEOUT,
+    ),
+    Mutation(
+        "barrier of the segments after their bits",
+        "shared.firsts[word] = mask;\n    }\n    __syncthreads();",
+        "shared.firsts[word] = mask;\n    }",
+        REPORT,
+    ),
+    Mutation(
+        "barrier between W13's staging and multiplying",
+        "F::stage(arena.rows, count, row_of);\n        __syncthreads();",
+        "F::stage(arena.rows, count, row_of);",
         FLOAT64,
     ),
-    Mutation("barrier after W13 has added the parts", "count);\n      __syncthreads();", "count);", ORDERS),
+    Mutation("barrier before W13 adds the parts", "__syncthreads();\n      finish(", "finish(", FLOAT64),
+    Mutation(
+        "barrier after W13 has added the parts, where no rows are staged",
+        "if (!F::kStages && left > F::kPassRows) __syncthreads();",
+        "",
+        ORDERS,
+        config=TENSOR,
+    ),
     Mutation(
         "barrier that one warp of W13 does not reach",
         "__syncthreads();\n      finish(",
@@ -298,17 +320,39 @@ MUTATIONS = (
         REPORT,
     ),
     Mutation(
-        "warp's barrier between staging and multiplying", "    __syncwarp();\n    float sums", "    float sums", FLOAT64
+        "barrier between W2's staging and multiplying",
+        "F::stage_fp32(arena.rows, count, load);\n      __syncthreads();",
+        "F::stage_fp32(arena.rows, count, load);",
+        FLOAT64,
     ),
     Mutation(
-        "warp's barrier before a pass's slots in W2",
-        "__syncwarp();  // the rows before these are done with",
-        "",
+        "barrier before W2 adds the parts",
+        "__syncthreads();\n        finish(",
+        "finish(",
         FLOAT64,
-        stages=W2_ONLY,
+        config=W2_SPLIT,
     ),
-    Mutation("warp's barrier after a pass's slots", "__syncwarp();\n  return count;", "return count;", REPORT),
-    Mutation("barrier before W2 combines", "__syncthreads();\n    combine(", "combine(", FLOAT64),
+    Mutation(
+        "barrier before W2 stages the next rows",
+        "__syncthreads();  // the next pass stages",
+        "// the next pass stages",
+        FLOAT64,
+    ),
+    Mutation(
+        "barrier after a ticket",
+        "arena.tickets[turn] = next;\n      __syncthreads();",
+        "arena.tickets[turn] = next;",
+        REPORT,
+    ),
+    Mutation("tickets in one place instead of two in turn", "arena.tickets[turn]", "arena.tickets[0]", REPORT),
+    Mutation("warp's barrier after a pass's slots", "__syncwarp();\n    return found;", "return found;", REPORT),
+    Mutation(
+        "warp's barrier before a pass's listed slots",
+        "__syncwarp();  // the rows before these are done with\n    const int left",
+        "const int left",
+        PLAN,
+    ),
+    Mutation("warp's barrier after a pass's listed slots", "__syncwarp();\n    return left;", "return left;", PLAN),
     Mutation("barrier of the compaction after ids", "(arena.experts);\n  __syncthreads();", "(arena.experts);", PLAN),
     Mutation("barrier of the compaction after first slots", "= slot;\n  }\n  __syncthreads();", "= slot;\n  }", PLAN),
     Mutation(
@@ -319,7 +363,10 @@ MUTATIONS = (
         MANY,
     ),
     Mutation(
-        "barrier of W2's listed segments", "experts[slot] = -1;\n    __syncthreads();", "experts[slot] = -1;", PLAN
+        "barrier of the listed segments before slots are routed",
+        "shared.routed[slot] = 0;\n    __syncthreads();",
+        "shared.routed[slot] = 0;",
+        PLAN,
     ),
     # Sums
     Mutation(
@@ -330,39 +377,68 @@ MUTATIONS = (
     ),
     Mutation(
         "split-K part of W2 left out",
-        "part < C::kSplitK; ++part) {\n          route",
-        "part < C::kSplitK - 1; ++part) {\n          route",
+        "part < C::kSplitK; ++part) route",
+        "part < C::kSplitK - 1; ++part) route",
+        FLOAT64,
+        config=W2_SPLIT,
+    ),
+    Mutation(
+        "split-K part of W2 added twice",
+        "route += warps[part]",
+        "route += warps[0]",
+        FLOAT64,
+        config=W2_SPLIT,
+    ),
+    Mutation(
+        "split-K parts of W2's first tile for every tile",
+        "column / F::kTileColumns * C::kSplitK",
+        "0",
         FLOAT64,
         config=W2_SPLIT,
     ),
     Mutation("gate and up swapped", "return silu(gate) * up;", "return silu(up) * gate;", FLOAT64),
     Mutation(
-        "gate and up swapped where they are concatenated",
-        "group < 4 ? 0 : C::kIntermediate",
-        "group < 4 ? C::kIntermediate : 0",
-        FLOAT64,
-        FOUR_BYTES,
-    ),
-    Mutation(
         "SiLU without its clamp",
-        "fminf(fmaxf(-x, -87.3365448f), 87.3365448f)",
+        "fminf(fmaxf(-x, -87.3365402f), 87.3365402f)",
         "-x",
         edge("activations far out on SiLU"),
     ),
     Mutation("SiLU's series cut off after its third power", "fmaf(p, f, 5.55041087e-2f)", "5.55041087e-2f", FLOAT64),
-    Mutation("routing weight left out", "fmaf(arena.route_weights[slot], route, sum)", "sum + route", FLOAT64),
+    Mutation("routing weight left out", "sum = fmaf(factor,", "sum = fmaf(1.0f,", FLOAT64),
     Mutation(
         "routing weight of the token's first expert",
-        "fmaf(arena.route_weights[slot],",
-        "fmaf(arena.route_weights[token * C::kTopK],",
+        "__shfl_sync(0xffffffffu, weight, c)",
+        "__shfl_sync(0xffffffffu, weight, 0)",
         FLOAT64,
     ),
-    Mutation("slots without an expert combined", "if (arena.experts[slot] < 0) continue;", "", edge("ids below 0")),
+    Mutation("slots without an expert combined", "segments.routed(slot);", "true;", edge("ids below 0"), hangs=True),
     Mutation(
         "token's last slot left out",
-        "slot < (token + 1) * C::kTopK; ++slot",
-        "slot < (token + 1) * C::kTopK - 1; ++slot",
-        FLOAT64,
+        "const int end = (token + 1) * C::kTopK;",
+        "const int end = (token + 1) * C::kTopK - 1;",
+        REPORT,
+    ),
+    Mutation(
+        "token without a routed slot left as it was",
+        "if (column < kN) out[",
+        "if (column < kN && sum != 0.0f) out[",
+        edge("no live token"),
+    ),
+    Mutation("columns past the last combined", "if (column < kN) out[", "out[", REPORT, NARROW, HALVES),
+    Mutation(
+        "token's last columns left out",
+        "(kN + C::kThreads - 1) / C::kThreads",
+        "kN / C::kThreads",
+        REPORT,
+        NARROW,
+        HALVES,
+    ),
+    Mutation(
+        "routes of a token cleared from its first on",
+        "routes.clear((long long)(base + c) * kN",
+        "routes.clear((long long)(token * C::kTopK + c) * kN",
+        REPORT,
+        WIDE,
     ),
     Mutation(
         "rounding of SiLU to f16 left out",
@@ -371,7 +447,13 @@ MUTATIONS = (
         ENGINE_REFERENCE,
         ENGINE,
     ),
-    Mutation("rounding of W2's rows to f16 left out", "route = round_to_half(route);", ";", ENGINE_REFERENCE, ENGINE),
+    Mutation(
+        "rounding of W2's rows to f16 left out",
+        "C::kEngineNumerics ? round_to_half(values[c]) : values[c]",
+        "values[c]",
+        ENGINE_REFERENCE,
+        ENGINE,
+    ),
     Mutation(
         "rounding of weights to f16 left out",
         "weight = weight_of<C, R>(fragment, stats, c, k);",
@@ -380,6 +462,63 @@ MUTATIONS = (
         ENGINE_REFERENCE,
         ENGINE,
     ),
+    # One launch
+    Mutation(
+        "W2 before W13",
+        *W2_FIRST,
+        TIMEOUT,
+    ),
+    Mutation("first item of a segment for all", "ticket % max(First::kItems, 1)", "0", TIMEOUT),
+    Mutation(
+        "values taken before they are there",
+        "while (missing);",
+        "while (false);",
+        REPORT,  # and no time-out, as W2 before W13 gives where values are awaited
+        also=(W2_FIRST,),
+    ),
+    Mutation(
+        "values published as they are, zero too",
+        "0x80000000u : ~bits;",
+        "0x80000000u : bits;",
+        edge("a token of zeros"),
+        also=(
+            ("__uint_as_float(~bits)", "__uint_as_float(bits)"),
+            ("bits[i] = kPublished ? published_bits(0.0f) : 0u;", "bits[i] = 1u;"),
+        ),
+        hangs=True,
+    ),
+    Mutation(
+        "values published and taken as they are",
+        "if constexpr (kPublished) store_relaxed(words + at, published_bits(value));",
+        "if constexpr (kPublished) store_relaxed(words + at, __float_as_uint(value));",
+        FLOAT64,
+    ),
+    Mutation(
+        "hidden rows cleared a reader early", "Second::kItems - 1) return;", "Second::kItems - 2) return;", TIMEOUT
+    ),
+    Mutation("hidden rows cleared by none", "Second::kItems - 1) return;", "Second::kItems) return;", REPORT),
+    Mutation(
+        "hidden rows not cleared",
+        "second.hidden.clear((long long)slots[r] * Second::kK + k);",
+        ";",
+        REPORT,
+    ),
+    Mutation("half of each hidden row not cleared", "k < Second::kK; k += 32", "k < Second::kK / 2; k += 32", REPORT),
+    Mutation(
+        "hidden rows of the first pass alone cleared",
+        "for (int from = 0; left > kRows; from += kRows) {",
+        "for (int from = 0; from == 0; from += kRows) {",
+        REPORT,
+    ),
+    Mutation("readers of hidden rows not counted anew", "if (lane_id() == 0) *readers = 0;", "", REPORT),
+    Mutation("routes not cleared", "routes.clear((long long)(base + c) * kN + column);", "", REPORT),
+    Mutation("ticket counter not closed", "*counters = 0;", ";", REPORT),
+    Mutation(
+        "ticket counter closed by the first to find no work",
+        "ticket == end + (int)gridDim.x - 1",
+        "ticket == end",
+        TIMEOUT,
+    ),
     # Tensor cores
     Mutation(
         "tensor cores: octet taken from the wrong lanes",
@@ -387,7 +526,6 @@ MUTATIONS = (
         "int octet() { return lane_id() & 3; }",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: columns taken from the wrong lanes",
@@ -395,15 +533,13 @@ MUTATIONS = (
         "lane_id() & 7;",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: rows of the sums mistaken",
         "(i >> 1) * 4 + (lane_id() & 2)",
         "(i >> 1) * 4 + (lane_id() & 1) * 2",
-        FLOAT64,
+        TIMEOUT,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: columns of the sums mistaken",
@@ -411,15 +547,13 @@ MUTATIONS = (
         "(lane_id() & 1) * 2 + (i >> 1 & 1) +",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: scales of a lane one away",
-        "__shfl_xor_sync(0xffffffffu, s[c], 2)",
-        "__shfl_xor_sync(0xffffffffu, s[c], 1)",
+        "__shfl_xor_sync(0xffffffffu, scales[at], 2)",
+        "__shfl_xor_sync(0xffffffffu, scales[at], 1)",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: scales of the two indexes swapped",
@@ -427,7 +561,6 @@ MUTATIONS = (
         "i & 2 ? first : second",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: quadpairs of the other half not added",
@@ -435,7 +568,6 @@ MUTATIONS = (
         "",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: neighbouring quadpair gives the half it keeps",
@@ -443,23 +575,28 @@ MUTATIONS = (
         "odd ? half[8 + i] : half[i], 4)",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
-        "tensor cores: zero point one up",
-        "statistics.zero * 0x00010001u + 0x64006400u",
-        "(statistics.zero + 1) * 0x00010001u + 0x64006400u",
+        "tensor cores: zero point of 3-byte statistics one up",
+        "__byte_perm(triple, 0xe4e4e4e4u, 0x4242u)",
+        "__byte_perm(triple, 0xe4e4e4e4u, 0x4242u) + 0x00010001u",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
+    ),
+    Mutation(
+        "tensor cores: zero point of 4-byte statistics one up",
+        "statistics.zero * 0x00010001u",
+        "(statistics.zero + 1) * 0x00010001u",
+        FLOAT64,
+        FOUR_BYTES,
+        TENSOR,
     ),
     Mutation(
         "tensor cores: nibbles of a word in plain order",
-        ">> (4 * i) & 0x000f000fu",
-        ">> (4 * (3 - i)) & 0x000f000fu",
+        "half(i) | half(i + 4) << 16",
+        "half(2 * i) | half(2 * i + 1) << 16",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: words of the neighbouring octet",
@@ -467,7 +604,6 @@ MUTATIONS = (
         "(octet ^ 1)) * 32 + column % 32",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: groups half as far apart",
@@ -475,7 +611,6 @@ MUTATIONS = (
         "stats += N / 8 * C::kStatsBytes;",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: statistics of columns a word apart",
@@ -483,31 +618,34 @@ MUTATIONS = (
         "(group * N + column) / 4",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: rows advanced by half a step",
-        "row += 4;",
-        "row += 2;",
+        "stream.row[4 * next_row]",
+        "stream.row[2 * next_row]",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: columns of W2 advanced by half a step",
-        "planes += 4;",
-        "planes += 2;",
+        "planes[4 * (base + u)]",
+        "planes[2 * (base + u)]",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
-        "tensor cores: ring read a place too far",
-        "accumulate(ring[u], sums);",
-        "accumulate(ring[(u + 1) % C::kUnroll], sums);",
+        "tensor cores: ring of weights read a place too far",
+        "accumulate(stream.ring[u], stream.rows",
+        "accumulate(stream.ring[(u + 1) % C::kUnroll], stream.rows",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
+    ),
+    Mutation(
+        "tensor cores: ring of rows read a place too far",
+        "stream.rows[u % kRowSteps], sums",
+        "stream.rows[(u + 1) % kRowSteps], sums",
+        FLOAT64,
+        config=TENSOR,
     ),
     Mutation(
         "tensor cores: ring filled past the warp's share",
@@ -515,16 +653,14 @@ MUTATIONS = (
         "",
         REPORT,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: rows past the last looked up",
-        "row_of(min(TensorLanes::index(), count - 1))",
-        "row_of(TensorLanes::index())",
+        "row_of(min(Lanes::index(), count - 1))",
+        "row_of(Lanes::index())",
         REPORT,
         LONE,
-        config=TENSOR,
-        stages=W13_ONLY,
+        TENSOR,
     ),
     Mutation(
         "tensor cores: row mask of W13: last row masked too",
@@ -532,7 +668,6 @@ MUTATIONS = (
         "if (row < count - 1) put",
         FLOAT64,
         config=TENSOR,
-        stages=W13_ONLY,
     ),
     Mutation(
         "tensor cores: row mask of W2: rows past the last not masked",
@@ -540,47 +675,35 @@ MUTATIONS = (
         "else",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
-        "tensor cores: warp's barrier between splitting and multiplying",
-        "      __syncwarp();\n    }\n    float sums",
-        "    }\n    float sums",
-        FLOAT64,
+        "tensor cores: barrier between W2's staging and multiplying",
+        "F::stage_fp32(arena.rows, count, load);\n      __syncthreads();",
+        "F::stage_fp32(arena.rows, count, load);",
+        TIMEOUT,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: row's scale not taken back",
-        "(rounded + sum) * shared.unscale[row / 2]",
+        "(rounded + sum) * rows.unscale[row / 2]",
         "(rounded + sum)",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: row's scale taken from the first row",
-        "shared.unscale[row / 2]",
-        "shared.unscale[0]",
+        "rows.unscale[row / 2]",
+        "rows.unscale[0]",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
-    Mutation(
-        "tensor cores: what rounding left not added",
-        "(rounded + sum) *",
-        "rounded *",
-        FLOAT64,
-        config=TENSOR,
-        stages=W2_ONLY,
-    ),
+    Mutation("tensor cores: what rounding left not added", "(rounded + sum) *", "rounded *", FLOAT64, config=TENSOR),
     Mutation(
         "tensor cores: what rounding left taken from the wrong side",
         "value - half_to_float(rounded)",
         "half_to_float(rounded) - value",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: row scaled by a lane's own largest",
@@ -588,15 +711,25 @@ MUTATIONS = (
         "",
         FLOAT64,
         config=TENSOR,
-        stages=W2_ONLY,
+    ),
+    Mutation(
+        "tensor cores: rows of several batches split from the last alone",
+        "if constexpr (kPlanes == 1 || K > 32 * kBatch) load(",
+        "if constexpr (false) load(",
+        FLOAT64,
+        LONG,
+        TENSOR_UNSPLIT,
+    ),
+    Mutation(
+        "tensor cores: bias of an engine's weights left out",
+        "statistics.bias * 0x00010001u",
+        "0u",
+        ENGINE_REFERENCE,
+        ENGINE_128,
+        TENSOR_ENGINE,
     ),
     # Routing
-    Mutation(
-        "padding tokens routed",
-        "slot < live_slots ? expert_of<C>(slot) : -1",
-        "expert_of<C>(slot)",
-        edge("no live token"),
-    ),
+    Mutation("padding tokens routed", "slot < live_slots ? expert : -1", "expert", edge("no live token")),
     Mutation(
         "live tokens not held to the step's",
         "min(max(*live_tokens, 0), tokens)",
@@ -625,14 +758,26 @@ MUTATIONS = (
         edge("expert map shorter than the experts"),
     ),
     Mutation(
-        "segment's first slot not told from the others",
-        "return (rest & ((1u << (slot - base)) - 1u)) == 0;",
-        "return true;",
-        COUNT,
+        "every slot a segment of its own",
+        "slot < slots && routed(slot) && shared.first[shared.experts[slot]] == slot",
+        "slot < slots && routed(slot)",
+        TIMEOUT,
     ),
-    Mutation("slots past the first 32 not looked at", "if (base >= count()) return -1;", "return -1;", FLOAT64),
+    Mutation("experts' first slots begun at 0", "shared.first[e] = C::kMaxSlots;", "shared.first[e] = 0;", TIMEOUT),
     Mutation(
-        "earlier slots than the last 32 not looked at", "if (peers(base) != 0) return false;", "peers(base);", COUNT
+        "segments of the first 32 slots alone counted",
+        "segments += __popc(shared.firsts[word]);",
+        "segments = __popc(shared.firsts[0]);",
+        TIMEOUT,
+        MANY,
+    ),
+    Mutation("segments of later words looked for in the first", "base += 32;\n    }", "}", TIMEOUT, MANY),
+    Mutation("segment's number not counted on from word to word", "i -= __popc(firsts);", "", REPORT, MANY),
+    Mutation(
+        "first segment of a word for each of them",
+        "(1u << lane_id()) - 1u)) == i;",
+        "(1u << lane_id()) - 1u)) == 0;",
+        TIMEOUT,
     ),
     # Compaction
     Mutation(
@@ -674,33 +819,63 @@ MUTATIONS = (
         "sorted compaction counts the expert itself", "(1u << (expert % 32)) - 1u)", "(2u << (expert % 32)) - 1u)", PLAN
     ),
     Mutation(
-        "listed segments end a slot early", "end = segment_begin[i + 1];", "end = segment_begin[i + 1] - 1;", PLAN
+        "listed segments end a slot early",
+        "end = segment_begin[i + 1];",
+        "end = segment_begin[i + 1] - 1;",
+        PLAN,
+        hangs=True,
     ),
+    Mutation(
+        "listed rows of a later pass taken from the first",
+        "listed[first + from + lane_id()]",
+        "listed[first + lane_id()]",
+        PLAN,
+        hangs=True,
+    ),
+    Mutation("listed slots all routed", "shared.routed[slot] = 0;", "shared.routed[slot] = 1;", PLAN, hangs=True),
 )
 
 # What no check finds, since the result stays right; for each, why.
 EQUIVALENT = (
     Mutation(
-        "warp's barrier before a pass's slots in W13",
-        "__syncwarp();  // the rows before these are done with",
-        "",
-        "there the whole block has a barrier after each pass",
-        stages=W13_ONLY,
+        "barrier of the listed segments after slots are routed",
+        "shared.routed[listed[at]] = 1;\n    __syncthreads();",
+        "shared.routed[listed[at]] = 1;",
+        "who asks has passed a ticket's barrier as well",
+    ),
+    Mutation(
+        "warp's barrier before a pass's slots",
+        "__syncwarp();  // the rows before these are done with\n    int found",
+        "int found",
+        "the ballot that finds them has every lane wait as well; what it promises of memory is less",
     ),
     Mutation(
         "rows past the last read as shared memory has them",
-        "min(r, count - 1) * kShare",
-        "r * kShare",
+        "min(r, count - 1) * K",
+        "r * K",
         "their sums are not used",
         config=FOUR_ROWS,
     ),
     Mutation(
+        "routes added from the last to the first",
+        "const float factor = __shfl_sync(0xffffffffu, weight, c);\n",
+        "const float factor = __shfl_sync(0xffffffffu, weight, kLoads - 1 - c);\n",
+        "every plan adds them so, and fp32 sums in another order are as near to float64",
+        also=(
+            (
+                "if (!(present >> c & 1u) || column >= kN) continue;",
+                "if (!(present >> (kLoads - 1 - c) & 1u)) continue;",
+            ),
+            ("routes.clear((long long)(base + c) * kN", "routes.clear((long long)(base + kLoads - 1 - c) * kN"),
+            ("round_to_half(values[c]) : values[c]", "0.0f : values[kLoads - 1 - c]"),
+        ),
+    ),
+    Mutation(
         "tensor cores: columns of W2 past the last row read as shared memory has them",
-        "min(TensorLanes::index(), 2 * count - 1)",
-        "TensorLanes::index()",
+        "min(Lanes::index(), kPlanes * count - 1)",
+        "Lanes::index()",
         "an mma keeps its columns apart, and these are not used",
         config=TENSOR,
-        stages=W2_ONLY,
     ),
     Mutation(
         "tensor cores: row mask of W13",
@@ -708,7 +883,6 @@ EQUIVALENT = (
         "put",
         "parts of rows past the last have a place of their own, and W13's end does not add them",
         config=TENSOR,
-        stages=W13_ONLY,
     ),
 )
 
@@ -725,12 +899,20 @@ class Mutant:
 
     def text(self, source: Source) -> str:
         """The source's, broken where it has the text."""
-        chosen = source.stage in self.mutation.stages
-        return source.text.replace(self.mutation.old, self.mutation.new) if chosen else source.text
+        text = source.text
+        for old, new in ((self.mutation.old, self.mutation.new), *self.mutation.also):
+            text = text.replace(old, new)
+        return text
 
     def run(self, made: Plan, operands: verify.Operands, tokens: int, order: int) -> Outputs:
         sources = {stage: replace(source, text=self.text(source)) for stage, source in render.render(made).items()}
-        return host.execute(made, sources, operands, tokens, order=order, timeout_s=20)
+        return host.execute(made, sources, operands, tokens, order=order, timeout_s=self.mutation.timeout_s)
+
+
+@pytest.fixture(autouse=True)
+def _quick_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant is compiled for a few runs of a tenth of a second."""
+    monkeypatch.setattr(host, "_FLAGS", tuple("-O0" if flag == "-O2" else flag for flag in host._FLAGS))
 
 
 @lru_cache
@@ -739,58 +921,75 @@ def layers(contract: Contract) -> Layers:
 
 
 def counts_are_right(mutation: Mutation) -> bool:
-    """Whether each routed row is multiplied once and no other is."""
+    """Whether each element of a routed row is put once and no other is."""
     case = make_case(mutation.contract, 12, "uniform", "gaussian")
-    hidden, rows = work_counts(mutation.contract, case.ids, mutation.config, Mutant(mutation).text)
-    return bool((hidden == 1).all() and (rows == mutation.contract.top_k * mutation.config.w2.split_k).all())
+    counts = work_counts(mutation.contract, case.ids, mutation.config, Mutant(mutation).text)
+    return all((count == 1).all() for count in counts)
 
 
-def found_by(mutation: Mutation) -> str | None:
-    """What finds the mutation first, in the table's words; None when nothing does.
+def verdicts(mutation: Mutation) -> Iterator[Verdict]:
+    """What `verify` runs, at 12 tokens, and the odd calls at 2; first of all on the fused plan, to spare compiling."""
+    of = layers(mutation.contract), mutation.config, Mutant(mutation)
+    subject = Subject(mutation.config, Mutant(mutation), layers(mutation.contract))
+    for routed in ("uniform", "single-hot"):
+        case = make_case(mutation.contract, 12, routed, "gaussian")
+        yield subject.judge(0, case, [("fused", order) for order in range(3)])
+    yield from verify.verify_edges(*of, plans=("fused",))
 
-    What `verify` runs, at 12 tokens and the odd calls at 2, and the count. The fused plan alone comes first, to spare
-    compiling.
-    """
-    checked = layers(mutation.contract), mutation.config, Mutant(mutation)
-    levels: dict[str, Any] = {"tokens": (12,), "routings": ("uniform", "single-hot"), "inputs": ("gaussian",)}
-    fused = chain(verify.verify(*checked, **levels), verify.verify_edges(*checked, plans=("fused",)))
-    wrong = next((named(verdict, mutation) for verdict in fused if not verdict.ok), None)
+
+def other_verdicts(mutation: Mutation) -> Iterator[Verdict]:
+    """The rest of what `verify` runs."""
+    of = layers(mutation.contract), mutation.config, Mutant(mutation)
+    yield from verify.verify(*of, tokens=(12,), routings=("uniform", "single-hot"), inputs=("gaussian",), orders=(0,))
+    yield from verify.verify_edges(*of)
+
+
+def found_by(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What finds the mutation first, in the table's words; None when nothing does."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    wrong = next((named(verdict, mutation) for verdict in verdicts(mutation) if not verdict.ok), None)
     if wrong is None and not counts_are_right(mutation):
         wrong = COUNT
-    plans = verify.verify_edges(*checked)
-    return wrong or next((named(verdict, mutation) for verdict in plans if not verdict.ok), None)
+    return wrong or next((named(verdict, mutation) for verdict in other_verdicts(mutation) if not verdict.ok), None)
 
 
 def named(verdict: Verdict, mutation: Mutation) -> str:
     reason, odd = verdict.reasons[0], verdict.case.removeprefix("rank 0, C2, ")
-    if " plan, order " in reason and not reason.startswith("fused"):
+    if reason.startswith(("staged plan", "sorted plan", "all-experts plan", "hidden")):
         return PLAN
     if odd != verdict.case:
         return edge(odd)
+    if "had not ended" in reason:
+        return TIMEOUT
     if "has other bits" in reason:
         return ORDERS
-    if "kernel voltune" in reason:
+    if reason.startswith("fused plan"):  # LaunchFailed
         return REPORT
     return ENGINE_REFERENCE if mutation.contract.numerics == "engine" else FLOAT64
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_broken_template_is_found_by_what_the_guide_names(mutation: Mutation) -> None:
-    assert found_by(mutation) == mutation.found_by
+def test_a_broken_template_is_found_by_what_the_guide_names(
+    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found_by(mutation, monkeypatch) == mutation.found_by
     assert f"| {mutation.name} | {mutation.found_by} |" in GUIDE.read_text()
 
 
 @pytest.mark.parametrize("mutation", EQUIVALENT, ids=lambda mutation: mutation.name)
-def test_what_the_guide_calls_harmless_leaves_every_check_content(mutation: Mutation) -> None:
-    assert found_by(mutation) is None
+def test_what_the_guide_calls_harmless_leaves_every_check_content(
+    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found_by(mutation, monkeypatch) is None
     assert f"| {mutation.name} | nothing: {mutation.found_by} |" in GUIDE.read_text()
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS + EQUIVALENT, ids=lambda mutation: mutation.name)
 def test_every_mutation_still_changes_a_kernel(mutation: Mutation) -> None:
     made = [plan.make(mutation.contract, mutation.config, name) for name in PLANS]
-    sources = [source for one in made for source in render.render(one).values()]
-    assert any(Mutant(mutation).text(source) != source.text for source in sources)
+    texts = [source.text for one in made for source in render.render(one).values()]
+    for old, _ in ((mutation.old, mutation.new), *mutation.also):
+        assert any(old in text for text in texts), old
 
 
 def test_the_guide_names_no_mutation_that_is_not_tried() -> None:
@@ -799,6 +998,19 @@ def test_the_guide_names_no_mutation_that_is_not_tried() -> None:
     assert rows == [mutation.name for mutation in MUTATIONS + EQUIVALENT]
 
 
-@pytest.mark.parametrize(("contract", "config"), [(ENGINE, CONFIG), (MANY, CONFIG), (SMALL, TENSOR)])
-def test_templates_that_are_not_broken_leave_every_check_content(contract: Contract, config: Config) -> None:
-    assert found_by(Mutation("none", "\0", "\0", "", contract, config)) is None
+@pytest.mark.parametrize(
+    ("contract", "config"),
+    [
+        (ENGINE, CONFIG),
+        (MANY, CONFIG),
+        (WIDE, CONFIG),
+        (NARROW, HALVES),
+        (LONG, TENSOR_UNSPLIT),
+        (SMALL, TENSOR),
+        (ENGINE_128, TENSOR_ENGINE),
+    ],
+)
+def test_templates_that_are_not_broken_leave_every_check_content(
+    contract: Contract, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found_by(Mutation("none", "\0", "\0", "", contract, config), monkeypatch) is None

@@ -7,15 +7,23 @@ import numpy as np
 import pytest
 from numerics import (
     ALL_HALVES,
+    DEQUANTISED,
+    DIFFERENCES,
     EXP_NEGATIVE,
     FLOAT_TO_HALF,
     HALF_DEQUANTISE,
     HALF_TO_FLOAT,
+    LOAD_ONCE,
+    PUBLISHED_BITS,
+    PUBLISHED_VALUE,
     RECIPROCAL,
+    RELAXED,
     ROUND_TO_HALF,
     SILU,
     dequantisations,
+    engine_words,
     floats,
+    nibbles,
     on_cpu,
 )
 
@@ -204,3 +212,39 @@ def test_far_out_silu_is_x_above_and_next_to_nothing_below(x: float) -> None:
     above, below = as_float(on_cpu(SILU, np.array([x, -x], np.float32))).tolist()
     assert above == np.float32(x)
     assert -x * 2.0**-125 < below <= 0
+
+
+# Weights of the tensor cores, and values on their way from stage to stage
+
+
+def test_every_nibble_less_every_zero_point_is_an_exact_half_at_every_place() -> None:
+    words, lows, pairs = nibbles()
+    z, place = (lows & 15).astype(np.int64), pairs.astype(np.uint32)
+    halves = [((words >> 4 * at & 15).astype(np.int64) - z).astype(F16).view(np.uint16) for at in (place, place + 4)]
+    want = halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16
+    np.testing.assert_array_equal(on_cpu(DIFFERENCES, words, lows, pairs), want)
+
+
+def test_an_engines_weights_of_a_word_are_the_exact_ones_rounded_once() -> None:
+    words, scale, bias, pair = engine_words(1 << 18)
+    halves = []
+    for place in (pair, pair + 4):
+        exact = (words >> 4 * place.astype(np.uint32) & 15) * scale.view(F16).astype(np.float64)
+        with np.errstate(over="ignore"):
+            halves.append((exact + bias.view(F16).astype(np.float64)).astype(F16).view(np.uint16).astype(np.uint32))
+    np.testing.assert_array_equal(on_cpu(DEQUANTISED, words, scale, bias, pair), halves[0] | halves[1] << 16)
+
+
+def test_a_published_value_is_never_zero_and_comes_back_as_it_was() -> None:
+    all_set = np.array([0xFFFFFFFF, 0, 0x80000000, 0x7FFFFFFF], np.uint32).view(np.float32)
+    x = np.concatenate([all_set, floats(1 << 20)])
+    assert (~on_cpu(PUBLISHED_BITS, x) != 0).all()
+    back, nan = on_cpu(PUBLISHED_VALUE, x), np.isnan(x)
+    np.testing.assert_array_equal(back[~nan], x[~nan].view(np.uint32))
+    assert nan.sum() > 500 and np.isnan(as_float(back[nan])).all()
+
+
+def test_accesses_past_the_first_cache_carry_every_bit() -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint32)
+    for primitive in (LOAD_ONCE, RELAXED):
+        np.testing.assert_array_equal(on_cpu(primitive, words), words)

@@ -5,6 +5,7 @@ import pytest
 
 from tuner import contract, plan, render, space
 from tuner.errors import RequestError
+from tuner.space import Config, Tile
 
 QWEN = contract.load("qwen38-tp4")
 DEFAULT = space.default(QWEN)
@@ -18,21 +19,43 @@ class Limits:
     threads_per_block: int = 1024
 
 
-def test_the_fused_plan_is_two_launches_sized_by_the_step() -> None:
-    made = plan.make(
-        QWEN, replace(DEFAULT, w13=space.W13Config("simt", 2, 8, 5, 2), w2=space.W2Config("simt", 16, 1, 5, 2))
-    )
-    w13, w2 = made.launches
-    assert [w13.grid[0].at(4), w13.grid[1].at(4)] == [5, 40]  # 10 column tiles in twos; 4 tokens x 10 slots
-    assert w13.block == 512
-    assert [w2.grid[0].at(4), w2.grid[1].at(4)] == [80, 1]
-    # Experts and weights of 80 slots; 16 warps' slots and rows, 2 of 160 floats; then a float for each slot and column.
-    assert w2.shared.at(4) == 2 * 320 + 16 * 2 * 4 + 16 * 2 * 160 * 4 + 40 * 32 * 4
+TWO_TILES = Config(Tile("simt", 2, 8, 5, 2), Tile("simt", 16, 1, 5, 2), 512)
+
+
+def test_the_fused_plan_is_one_launch_with_a_cta_for_each_item_at_most() -> None:
+    (op,) = plan.make(QWEN, TWO_TILES).launches
+    assert op.stage == "op" and op.by_ticket
+    # 40 slots, each perhaps an expert's only one: 5 items of W13 (10 tiles in twos) and 5 of W2 (80 in sixteens).
+    assert [op.grid[0].at(4), op.grid[1].at(4)] == [40 * (5 + 5), 1]
+    assert op.block == 512
+    # The contract runs 40 tokens: 400 slots' experts, 512 experts' first slots, 13 words of bits, two tickets; W13's
+    # rows, 2 of 2560 floats, sums of 16 warps, and their slots.
+    assert op.shared.at(4) == 3712 + 2 * 2560 * 4 + 16 * 2 * 32 * 4 + 16 * 2 * 4
+    assert -(-4 * (400 + 512 + 13 + 2) // 16) * 16 == 3712
+
+
+def test_the_staged_plans_w2_takes_tickets_and_its_w13_does_not() -> None:
+    compact, w13, w2 = plan.make(QWEN, TWO_TILES, "staged").launches
+    assert [launch.by_ticket for launch in (compact, w13, w2)] == [False, False, True]
+    assert [w13.grid[0].at(4), w13.grid[1].at(4)] == [5, 40]
+    assert [w2.grid[0].at(4), w2.grid[1].at(4)] == [5 * 40, 1]
+    assert w13.shared.at(4) == 2 * 2560 * 4 + 16 * 2 * 32 * 4 + 16 * 2 * 4
+    # Whether a slot is routed, and two tickets, besides what W2 takes.
+    assert w2.shared.at(4) == 4 * 400 + 16 + 2 * 160 * 4 + 16 * 2 * 32 * 4 + 16 * 2 * 4
+
+
+def test_rows_on_tensor_cores_are_two_halves_a_column_and_a_scale_or_none_at_all() -> None:
+    config = space.parse("tensor-t1-k8-u10-r8+tensor-t8-k1-u5-r4+m512")
+    _, w13, w2 = plan.make(QWEN, config, "staged").launches
+    sums, slots = 8 * 8 * 32 * 4, 8 * 8 * 4
+    assert w13.shared.at(1) == sums + 16 + slots  # an empty struct, aligned
+    assert w2.shared.at(1) == sums // 2 + 8 * (160 + 16) * 2 + 4 * 4 + slots // 2 + 4 * 400 + 16
 
 
 def test_the_all_experts_plan_walks_every_expert() -> None:
     made = plan.make(QWEN, DEFAULT, "all-experts")
     assert made.launch("w13").grid[1].at(1) == made.launch("w13").grid[1].at(8) == 512
+    assert made.launch("w2").grid[0].at(1) == made.launch("w2").grid[0].at(8) == 512 * 10
 
 
 @pytest.mark.parametrize("name", plan.PLANS)
@@ -48,6 +71,15 @@ def test_every_launch_passes_what_its_kernel_declares(name: plan.PlanName) -> No
         for parameter, argument in zip(parameters, launch.arguments, strict=True):
             assert argument in known
             assert ("*" in parameter) == (argument not in plan.SCALARS)
+            assert argument.endswith(parameter.split()[-1].upper())  # q is W13_Q or W2_Q
+
+
+def test_what_one_launch_hands_on_within_itself_is_zero_before_and_after_it() -> None:
+    def counters(name: plan.PlanName) -> set[str]:
+        return {buffer.name for buffer in plan.make(QWEN, DEFAULT, name).buffers if buffer.role == "counters"}
+
+    assert counters("fused") == {"HIDDEN", "ROUTES", "COUNTERS"}
+    assert counters("staged") == counters("sorted") == counters("all-experts") == {"ROUTES", "COUNTERS"}
 
 
 def test_an_unknown_plan_is_refused_by_name() -> None:
@@ -55,11 +87,21 @@ def test_an_unknown_plan_is_refused_by_name() -> None:
         plan.make(QWEN, DEFAULT, "fast")  # type: ignore[arg-type]
 
 
-def test_a_config_beyond_a_devices_shared_memory_says_how_much_it_needs() -> None:
-    config = space.W13Config("simt", 5, 2, 8, 8)  # activations alone: 5 tiles x 8 rows x 2560 floats
-    reason = plan.why_invalid(QWEN, "w13", config, Limits())
-    assert reason is not None and "98304" in reason and "simt-t5-k2-u8-r8" in reason
-    assert plan.why_invalid(QWEN, "w13", DEFAULT.w13, Limits()) is None
+def test_a_config_beyond_a_devices_shared_memory_or_threads_says_how_much_it_needs() -> None:
+    rows = replace(DEFAULT, w13=replace(DEFAULT.w13, rows=10))  # activations alone: 10 rows x 2560 floats
+    reason = plan.why_invalid(QWEN, rows, Limits())
+    assert reason is not None and "a GPU has 98304 a block" in reason and "simt-t1-k8-u5-r10" in reason
+    assert plan.why_invalid(QWEN, DEFAULT, Limits()) is None
+    reason = plan.why_invalid(QWEN, DEFAULT, Limits(threads_per_block=128))
+    assert reason == f"{DEFAULT.key()} needs 256 threads; a GPU has 128 a block"
+
+
+def test_a_plan_that_only_loads_differs_from_the_fused_one_in_nothing_but_that() -> None:
+    fused, loads = (plan.make(QWEN, DEFAULT, load_only=load_only).launches[0] for load_only in (False, True))
+    for struct, constants in fused.constants.items():
+        changed = {name for name in constants if constants[name] != loads.constants[struct][name]}
+        assert changed == {"kLoadOnly"}
+    assert replace(fused, constants={}) == replace(loads, constants={})
 
 
 def test_buffer_sizes_are_those_of_the_published_layer() -> None:
@@ -69,4 +111,17 @@ def test_buffer_sizes_are_those_of_the_published_layer() -> None:
     assert sizes["W13_SCALES"] == 512 * 80 * 320 * 3
     assert sizes["W2_Q"] + sizes["W2_SCALES"] == 512 * (160 * 2560 // 2 + 5 * 2560 * 3)
     assert sizes["HIDDEN"] == 80 * 160 * 4
+    assert sizes["ROUTES"] == 80 * 2560 * 4
+    assert sizes["COUNTERS"] == (1 + 80) * 4
     assert sizes["OUT"] == 8 * 2560 * 2
+
+
+def test_what_only_loads_keeps_no_counters_but_the_tickets_and_is_a_fused_plan() -> None:
+    def counters(load_only: bool) -> set[str]:
+        made = plan.make(QWEN, DEFAULT, load_only=load_only)
+        return {buffer.name for buffer in made.buffers if buffer.role == "counters"}
+
+    assert counters(load_only=False) == {"HIDDEN", "ROUTES", "COUNTERS"}
+    assert counters(load_only=True) == {"COUNTERS"}
+    with pytest.raises(RequestError, match="plan staged: only the fused plan has a kernel that only loads"):
+        plan.make(QWEN, DEFAULT, "staged", load_only=True)

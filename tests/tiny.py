@@ -18,7 +18,7 @@ checkpoint_group = 32
 [tuning]
 levels = [1, 2]
 """
-KEY = "simt-t1-k4-u1-r2+simt-s16-k1-u2-r2"  # its default
+KEY = "simt-t2-k4-u1-r2+simt-t4-k2-u1-r2+m512"  # its default
 
 
 def write(folder: Path, text: str = TOML) -> str:

@@ -11,17 +11,18 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from tuner.build import INSTALL, Image
 from tuner.errors import InvalidConfig, LaunchFailed, MissingTool, RequestError
 from tuner.nvml import Clocks, Nvml
-from tuner.plan import Buffer, Launch, Outputs, Plan
+from tuner.plan import Buffer, Launch, Outputs, Plan, check_counters, resolve
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Code = Literal["cubin", "ptx"]
+Work = TypeVar("Work")
 
 GUARD = 4096  # bytes either side of a buffer that kernels write
 CANARY, POISON = 0xA5, 0xFF
@@ -89,9 +90,11 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """A plan's loaded kernels: the driver's function handles by stage, unloaded with the last reference."""
+    """A plan's loaded kernels by stage, unloaded with the last reference: the driver's function handles, and how many
+    CTAs of each the GPU holds at once."""
 
     functions: Mapping[str, int]
+    resident: Mapping[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,44 +121,6 @@ def available() -> tuple[bool, str]:
     except RuntimeError as error:  # CUDARuntimeError is one; without a driver its text speaks of an old driver
         return False, f"no GPU: the NVIDIA driver is missing or older than CuPy's CUDA ({error})"
     return (True, "") if count else (False, "no GPU: the NVIDIA driver is there and sees none")
-
-
-def resolve(plan: Plan, operands: Operands, tokens: int) -> tuple[dict[str, Array | Resident], dict[str, int]]:
-    """The inputs that are present, and the scalars, of a plan's launches at `tokens`.
-
-    ID_BYTES and MAP_SIZE follow from TOPK_IDS and EXPERT_MAP. Raises RequestError for a missing operand, another dtype
-    or shape than the plan's, or a scalar that contradicts the others.
-    """
-    if not 1 <= tokens <= plan.contract.max_tokens:
-        raise RequestError(
-            f"{tokens} tokens: expected 1 to {plan.contract.max_tokens} of contract {plan.contract.name}"
-        )
-    inputs: dict[str, Array | Resident] = {}
-    scalars = {"TOKENS": tokens, "ID_BYTES": 4, "MAP_SIZE": 0}
-    for buffer in plan.buffers:
-        if buffer.role != "input":
-            continue
-        given, shape = operands.get(buffer.name), buffer.dimensions(tokens)
-        dtypes = ("int32", "int64") if buffer.name == "TOPK_IDS" else (buffer.dtype,)
-        if given is None and buffer.optional:
-            continue
-        if not isinstance(given, np.ndarray | Resident) or given.dtype.name not in dtypes or given.shape != shape:
-            raise RequestError(
-                f"operand {buffer.name} is {_described(given)}: expected {' or '.join(dtypes)} {list(shape)}"
-            )
-        inputs[buffer.name] = given
-        if buffer.name == "TOPK_IDS":
-            scalars["ID_BYTES"] = given.dtype.itemsize
-    mapped = operands.get("EXPERT_MAP")
-    if mapped is not None:
-        if not isinstance(mapped, np.ndarray | Resident) or mapped.dtype.name != "int32" or len(mapped.shape) != 1:
-            raise RequestError(f"operand EXPERT_MAP is {_described(mapped)}: expected int32 [global experts], or None")
-        inputs["EXPERT_MAP"] = mapped
-        scalars["MAP_SIZE"] = mapped.shape[0]
-    for name, value in scalars.items():
-        if operands.get(name) not in (None, value):
-            raise RequestError(f"operand {name} is {operands[name]}: expected {value}, as the other operands have it")
-    return inputs, scalars
 
 
 class Gpu:
@@ -270,7 +235,9 @@ class Gpu:
         a second a kernel the first time). Raises RequestError for a cubin of another GPU, and InvalidConfig when a
         kernel needs more shared memory than there is.
         """
-        functions, modules = {}, []
+        functions: dict[str, int] = {}
+        resident: dict[str, int] = {}
+        modules = []
         for launch in plan.launches:
             image, shared = images[launch.stage], launch.shared.at(plan.contract.max_tokens)
             if code == "cubin" and image.arch != self.info.arch:
@@ -290,12 +257,15 @@ class Gpu:
                 if shared > _DEFAULT_SHARED:
                     limit = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                     self._driver.funcSetAttribute(function, limit, shared)
-        kernels = Kernels(functions)
+                held = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(function, launch.block, shared)
+                resident[launch.stage] = self.info.sms * int(held)
+        kernels = Kernels(functions, resident)
         weakref.finalize(kernels, self._release, self._driver.moduleUnload, *modules).atexit = False
         return kernels
 
     def step(self, plan: Plan, operands: Operands, tokens: int) -> Step:
-        """Places operands and poisoned workspace and outputs. Raises RequestError like `resolve`."""
+        """Places operands, poisoned workspace and outputs, and zeroed counters. Raises RequestError like `resolve`."""
+        inputs: dict[str, Array | Resident]
         inputs, scalars = resolve(plan, operands, tokens)
         held = {name: given if isinstance(given, Resident) else self.upload(given) for name, given in inputs.items()}
         spans: dict[str, tuple[int, Buffer]] = {}
@@ -313,13 +283,13 @@ class Gpu:
         return step
 
     def poison(self, step: Step) -> None:
-        """Fills what kernels write with 0xFF, and what lies between with canaries."""
+        """Fills what kernels write with 0xFF, counters with zeros, and what lies between with canaries."""
         with self._faults("poisoning"):
             self._runtime.memsetAsync(step.arena.address, CANARY, step.arena.nbytes, self._stream)
             for start, buffer in step.spans.values():
-                size = buffer.nbytes(step.tokens)
+                size, value = buffer.nbytes(step.tokens), 0 if buffer.role == "counters" else POISON
                 if size:
-                    self._runtime.memsetAsync(step.arena.address + start, POISON, size, self._stream)
+                    self._runtime.memsetAsync(step.arena.address + start, value, size, self._stream)
 
     def launch(self, call: Call) -> None:
         """Queues the launches of a call."""
@@ -332,6 +302,8 @@ class Gpu:
             ]  # which must live until launchKernel has read them
             pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
             x, y = (size.at(call.step.tokens) for size in launch.grid)
+            if launch.by_ticket:  # more would wait for a place and find no work left
+                x = min(x, call.kernels.resident[launch.stage])
             shared = launch.shared.at(call.step.tokens)
             with self._faults(
                 f"launching {launch.kernel} with {launch.block} threads and {shared} bytes of shared memory"
@@ -344,7 +316,10 @@ class Gpu:
                 )
 
     def outputs(self, step: Step) -> Outputs:
-        """What the step's kernels left. Raises LaunchFailed for a write into a guard or an output never written."""
+        """What the step's kernels left, after any number of launches.
+
+        Raises LaunchFailed for a write into a guard, an output never written, or a counter not left zero.
+        """
         arena = self.download(step.arena)
         buffers = {}
         end = 0
@@ -353,6 +328,7 @@ class Gpu:
             end = start + buffer.nbytes(step.tokens)
             buffers[name] = arena[start:end].view(buffer.dtype).reshape(buffer.dimensions(step.tokens)).copy()
         self._check_guard(arena, end, arena.size, "after the last buffer")
+        check_counters((buffer for _, buffer in step.spans.values()), buffers)
         for name, (_, buffer) in step.spans.items():
             if buffer.role == "output":
                 bits = buffers[name].view(f"u{buffers[name].itemsize}")
@@ -379,14 +355,26 @@ class Gpu:
 
         Each kernel must have run once: the driver loads its code at the first launch, which fails in a capture.
         """
+        return self._captured(calls, self.launch)
+
+    def capture_copy(self, target: Resident, source: Resident) -> "Replay":
+        """A copy on the GPU as a CUDA graph."""
+
+        def queue(pair: tuple[Resident, Resident]) -> None:
+            kind = self._runtime.memcpyDeviceToDevice
+            self._runtime.memcpyAsync(pair[0].address, pair[1].address, pair[1].nbytes, kind, self._stream)
+
+        return self._captured([(target, source)], queue)
+
+    def _captured(self, work: Sequence[Work], queue: Callable[[Work], None]) -> "Replay":
         with self._faults("capturing a graph"):
             self._runtime.streamBeginCapture(self._stream, self._runtime.streamCaptureModeRelaxed)
-            for call in calls:
-                self.launch(call)
+            for one in work:
+                queue(one)
             graph = self._runtime.streamEndCapture(self._stream)
             executable = self._runtime.graphInstantiate(graph)
             self._runtime.graphDestroy(graph)
-        return Replay(self, executable, calls)
+        return Replay(self, executable, work)
 
     @contextlib.contextmanager
     def _faults(self, doing: str) -> Iterator[None]:
@@ -399,15 +387,15 @@ class Gpu:
 class Replay:
     """A captured graph and the memory it uses."""
 
-    def __init__(self, gpu: Gpu, executable: int, calls: Sequence[Call]) -> None:
-        self._gpu, self._executable, self._calls = gpu, executable, tuple(calls)
+    def __init__(self, gpu: Gpu, executable: int, work: Sequence[Any]) -> None:
+        self._gpu, self._executable, self._work = gpu, executable, tuple(work)
         runtime = gpu._runtime
         self._events = [runtime.eventCreateWithFlags(runtime.eventDefault) for _ in range(2)]
         weakref.finalize(self, gpu._release, runtime.graphExecDestroy, executable).atexit = False
         weakref.finalize(self, gpu._release, runtime.eventDestroy, *self._events).atexit = False
 
     def time_us(self) -> float:
-        """Microseconds of one pass through the graph, a call.
+        """Microseconds of one pass through the graph, over the calls in it.
 
         A pass that is not timed goes before, so that the GPU is busy while the timed one is queued and the gap between
         the host's calls is not counted.
@@ -419,7 +407,7 @@ class Replay:
             runtime.graphLaunch(self._executable, gpu._stream)
             runtime.eventRecord(stop, gpu._stream)
             runtime.eventSynchronize(stop)
-            return float(runtime.eventElapsedTime(start, stop)) * 1e3 / len(self._calls)
+            return float(runtime.eventElapsedTime(start, stop)) * 1e3 / len(self._work)
 
 
 def _bindings() -> tuple[Any, Any]:
@@ -429,9 +417,3 @@ def _bindings() -> tuple[Any, Any]:
     except ImportError as error:
         raise MissingTool(f"CuPy cannot be imported ({error}). Install it with: {INSTALL}") from error
     return driver, runtime
-
-
-def _described(given: Any) -> str:
-    if isinstance(given, np.ndarray | Resident):
-        return f"{given.dtype.name} {list(given.shape)}"
-    return "missing" if given is None else repr(given)

@@ -1,12 +1,13 @@
 """Executes the rendered CUDA sources of a plan on the CPU: grid, block, warp and barrier semantics, compiled by g++.
 
 `host_cuda.h` is the CUDA that a source sees, `host_runtime.cpp` the scheduler: threads are fibers, CTAs run in any
-order and are spread over worker processes. A fault ends a worker, never the caller, and is raised as LaunchFailed with
-kernel, block, thread and source line.
+order and are spread over worker processes, each of which begins a CTA when its last one has ended: a CTA may wait only
+for what others that began before it will do without it. A fault ends a worker, never the caller, and is raised as
+LaunchFailed with kernel, block, thread and source line.
 
 Memory: every operand lies between pages that may not be touched. In even orders its end, rounded up to 16 bytes, meets
 the upper ones, in odd orders its start the lower ones; what is left of its pages holds 0xFF and is checked after each
-launch. Inputs are read-only while kernels run; workspace and outputs start as 0xFF bytes.
+launch. Inputs are read-only while kernels run; workspace and outputs start as 0xFF bytes, counters as zeros.
 """
 
 import ctypes
@@ -28,8 +29,8 @@ from pathlib import Path
 import numpy as np
 
 from tuner import cache
-from tuner.errors import BuildFailed, LaunchFailed, MissingTool, RequestError, TrialTimeout
-from tuner.plan import SCALARS, Buffer, Launch, Outputs, Plan
+from tuner.errors import BuildFailed, LaunchFailed, MissingTool, TrialTimeout
+from tuner.plan import SCALARS, Launch, Outputs, Plan, check_counters, resolve
 from tuner.render import Source
 
 Operands = Mapping[str, np.ndarray | int | None]
@@ -143,47 +144,23 @@ class _Memory:
         self.flush_right = flush_right
         self.mappings: dict[str, _Mapping] = {}
         self.results: dict[str, np.ndarray] = {}
-        self._scalars = {"TOKENS": tokens, "ID_BYTES": 4, "MAP_SIZE": 0}
+        inputs, self._scalars = resolve(plan, operands, tokens)
+        for name, given in inputs.items():
+            self._put(name, given)
         for buffer in plan.buffers:
-            if buffer.role == "input":
-                self._take(buffer, operands.get(buffer.name))
-            else:
+            if buffer.role != "input":
                 mapping = self.mappings[buffer.name] = _Mapping(buffer.nbytes(tokens), flush_right)
                 mapping.bytes[:] = _POISON
-                self.results[buffer.name] = mapping.array(np.dtype(buffer.dtype), buffer.dimensions(tokens))
-        self._take_map(operands.get("EXPERT_MAP"))
-        for name in SCALARS:
-            given = operands.get(name)
-            if given is not None and given != self._scalars[name]:
-                raise RequestError(f"operand {name} is {given}: the other operands make it {self._scalars[name]}")
+                result = mapping.array(np.dtype(buffer.dtype), buffer.dimensions(tokens))
+                if buffer.role == "counters":
+                    result[...] = 0
+                self.results[buffer.name] = result
 
     def slot(self, name: str) -> int:
         if name in self._scalars:
             return self._scalars[name]
         mapping = self.mappings.get(name)
         return mapping.address if mapping else 0
-
-    def _take(self, buffer: Buffer, given: np.ndarray | int | None) -> None:
-        shape = buffer.dimensions(self.tokens)
-        dtypes = ("int32", "int64") if buffer.name == "TOPK_IDS" else (buffer.dtype,)
-        wanted = f"{' or '.join(dtypes)} {list(shape)}"
-        if given is None:
-            if not buffer.optional:
-                raise RequestError(f"operand {buffer.name} is missing: expected {wanted}")
-            return
-        if not isinstance(given, np.ndarray) or given.dtype.name not in dtypes or given.shape != shape:
-            raise RequestError(f"operand {buffer.name} is {_described(given)}: expected {wanted}")
-        if buffer.name == "TOPK_IDS":
-            self._scalars["ID_BYTES"] = given.itemsize
-        self._put(buffer.name, given)
-
-    def _take_map(self, given: np.ndarray | int | None) -> None:
-        if given is None:
-            return
-        if not isinstance(given, np.ndarray) or given.dtype != np.int32 or given.ndim != 1:
-            raise RequestError(f"operand EXPERT_MAP is {_described(given)}: expected int32 [global experts], or None")
-        self._scalars["MAP_SIZE"] = len(given)
-        self._put("EXPERT_MAP", given)
 
     def _put(self, name: str, array: np.ndarray) -> None:
         mapping = _guarded.get(array.ctypes.data)
@@ -200,10 +177,6 @@ class _Memory:
         if address < 1 << 20:
             return f"address {address:#x}, a null pointer: an absent operand, or shared memory in a launch without any"
         return f"address {address:#x}, which belongs to no operand"
-
-
-def _described(given: np.ndarray | int) -> str:
-    return f"{given.dtype.name} {list(given.shape)}" if isinstance(given, np.ndarray) else f"{given!r}"
 
 
 # ---- compiling -----------------------------------------------------------------------------------------------------
@@ -318,17 +291,15 @@ def execute(
 
     Raises RequestError for operands that do not fit, MissingTool and BuildFailed from compiling, LaunchFailed for a
     fault, an access outside a buffer, a write to an input, a barrier or warp collective that not all of its threads
-    reach, or an element of an output left unwritten, TrialTimeout when the launches together take longer than
-    `timeout_s` seconds.
+    reach, an element of an output left unwritten, or a counter not left zero, TrialTimeout when the launches together
+    take longer than `timeout_s` seconds.
     """
-    limit = plan.contract.max_tokens
-    if not 1 <= tokens <= limit:
-        raise RequestError(f"{tokens} tokens: expected 1 to {limit}, the top level of contract {plan.contract.name}")
     memory = _Memory(plan, operands, tokens, flush_right=order % 2 == 0)
     libraries = [compile(sources[launch.stage]) for launch in plan.launches]
     deadline = time.monotonic() + timeout_s
     for launch, library in zip(plan.launches, libraries, strict=True):
         _launch(launch, library, memory, order, deadline, timeout_s)
+    check_counters(plan.buffers, memory.results)
     for buffer in plan.buffers:
         if buffer.role == "output":
             _check_written(buffer.name, memory.results[buffer.name])
@@ -369,7 +340,10 @@ def _launch(launch: Launch, path: Path, memory: _Memory, order: int, deadline: f
         if report.fault and _FAULTS[report.fault] != "timeout":
             raise LaunchFailed(told)
         if late:
-            raise TrialTimeout(f"{told} after {timeout_s:g} s: an endless loop, or CTAs that wait for each other")
+            ended = f"{report.finished} of {grid[0] * grid[1]} CTAs had"
+            raise TrialTimeout(
+                f"{told} after {timeout_s:g} s, {ended}: an endless loop, or CTAs that wait for what none will bring"
+            )
         if report.finished != grid[0] * grid[1]:
             ended = signal.Signals(library.voltune_status(run) & 0x7F or signal.SIGKILL).name
             raise LaunchFailed(f"kernel {launch.kernel}: a worker was ended by {ended}; is this machine out of memory?")

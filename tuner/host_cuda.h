@@ -120,6 +120,15 @@ inline void voltune_mma_m8n8k4(float* d, const unsigned (*a)[4], const unsigned*
   voltune_warp(VOLTUNE_MMA, 0xFFFFFFFFu, reinterpret_cast<unsigned long long>(&mine), 0, line);
 }
 
+// Four bytes chosen by the low three bits of each nibble of `selector` out of the eight of low, then high; a nibble's top
+// bit would spread a sign, which nothing here asks for.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)high << 32 | low;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= (unsigned)(bytes >> (8 * (selector >> (4 * i) & 7u)) & 0xffu) << (8 * i);
+  return chosen;
+}
+
 inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
@@ -146,6 +155,13 @@ inline int atomicMax(int* address, int value) {
 }
 inline unsigned atomicMax(unsigned* address, unsigned value) {
   return voltune_atomic(address, [=](unsigned old) { return old > value ? old : value; });
+}
+inline int atomicMin(int* address, int value) {
+  return voltune_atomic(address, [=](int old) { return old < value ? old : value; });
+}
+inline int atomicOr(int* address, int bits) { return __atomic_fetch_or(address, bits, __ATOMIC_SEQ_CST); }
+inline unsigned atomicOr(unsigned* address, unsigned bits) {
+  return __atomic_fetch_or(address, bits, __ATOMIC_SEQ_CST);
 }
 inline unsigned atomicInc(unsigned* address, unsigned last) {
   return voltune_atomic(address, [=](unsigned old) { return old >= last ? 0u : old + 1u; });

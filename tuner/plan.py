@@ -1,38 +1,29 @@
 """The launch plan as data: kernels, grids, blocks, shared memory, workspace and arguments of a contract and config.
 
 Plans, all with the same bits for the same config:
-  fused        W13 and W2, each finding the step's segments by ballots: two launches, the default
-  staged       segment compaction from raw ids, then W13 and W2 over the listed segments
+  fused        one launch that finds the step's segments and does W13 and W2 as one stream of work: the default
+  staged       segment compaction from raw ids, then W13 and W2 over the listed segments, a launch each
   sorted       the same from an engine's own sort (sorted rows and expert offsets)
   all-experts  compaction that keeps empty experts: what a grouped GEMM without compaction walks, as a baseline
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from tuner.contract import Contract
-from tuner.errors import InvalidConfig, RequestError
-from tuner.space import (
-    STAGES,
-    STEP,
-    TENSOR_ROWS,
-    Config,
-    Family,
-    Stage,
-    StageConfig,
-    W2Config,
-    W13Config,
-    families,
-    tile_columns,
-)
+from tuner.errors import InvalidConfig, LaunchFailed, RequestError
+from tuner.space import STAGES, STEP, Config, Family, Stage, Tile, families, tensor_rows, tile_columns
 
 PlanName = Literal["fused", "staged", "sorted", "all-experts"]
 PLANS: tuple[PlanName, ...] = ("fused", "staged", "sorted", "all-experts")
 SCALARS = ("TOKENS", "ID_BYTES", "MAP_SIZE")
 COMPACT_THREADS = 256
+
+
+Role = Literal["input", "workspace", "counters", "output"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +39,16 @@ class Linear:
 
 @dataclass(frozen=True)
 class Buffer:
-    """An operand in memory. `dtype` is numpy's name; TOPK_IDS may be int64 as well."""
+    """An operand in memory. `dtype` is numpy's name; TOPK_IDS may be int64 as well.
+
+    Counters are int32 workspace that is zero before the first launch of a step and that the plan's kernels leave zero,
+    so that the next step finds it as the first did.
+    """
 
     name: str
     dtype: str
     shape: tuple[Linear, ...]
-    role: Literal["input", "workspace", "output"]
+    role: Role
     optional: bool = False
 
     def dimensions(self, tokens: int) -> tuple[int, ...]:
@@ -67,14 +62,15 @@ class Buffer:
 class Launch:
     """One kernel launch. `arguments` are operand names in the kernel's order: a pointer, or an int32 for a scalar."""
 
-    stage: str  # compact, w13, w2
+    stage: str  # op, compact, w13, w2
     template: str  # of templates/, without .cu.j2
     grid: tuple[Linear, Linear]  # x, y
     block: int  # threads
     shared: Linear  # dynamic shared memory, bytes
     arguments: tuple[str, ...]
-    constants: Mapping[str, int]  # what the template renders
-    family: Family | None = None  # of W13 and W2
+    constants: Mapping[str, Mapping[str, int]]  # what the template renders, by struct
+    families: Mapping[Stage, Family] = field(default_factory=dict)
+    by_ticket: bool = False  # right with any number of CTAs: more than the GPU holds at once only cost their start
 
     @property
     def kernel(self) -> str:
@@ -110,6 +106,75 @@ class Outputs:
         return self.buffers["HIDDEN"]
 
 
+@runtime_checkable
+class Operand(Protocol):
+    """An operand in memory, wherever that is."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+AnyOperand = TypeVar("AnyOperand", bound=Operand)
+
+
+def resolve(
+    plan: Plan, operands: Mapping[str, AnyOperand | int | None], tokens: int
+) -> tuple[dict[str, AnyOperand], dict[str, int]]:
+    """The inputs that are present, and the scalars, of a plan's launches at `tokens`; both by operand name.
+
+    ID_BYTES and MAP_SIZE follow from TOPK_IDS and EXPERT_MAP. Raises RequestError for tokens outside the contract's
+    levels, a missing operand, another dtype or shape than the plan's, or a scalar that contradicts the others.
+    """
+    most = plan.contract.max_tokens
+    if not 1 <= tokens <= most:
+        raise RequestError(f"{tokens} tokens: expected 1 to {most}, the top level of contract {plan.contract.name}")
+    inputs: dict[str, AnyOperand] = {}
+    scalars = {"TOKENS": tokens, "ID_BYTES": 4, "MAP_SIZE": 0}
+    for buffer in plan.buffers:
+        given = operands.get(buffer.name)
+        if buffer.role != "input" or (given is None and buffer.optional):
+            continue
+        dtypes, shape = ("int32", "int64") if buffer.name == "TOPK_IDS" else (buffer.dtype,), buffer.dimensions(tokens)
+        if not isinstance(given, Operand) or given.dtype.name not in dtypes or given.shape != shape:
+            raise RequestError(
+                f"operand {buffer.name} is {_described(given)}: expected {' or '.join(dtypes)} {list(shape)}"
+            )
+        inputs[buffer.name] = given
+        if buffer.name == "TOPK_IDS":
+            scalars["ID_BYTES"] = given.dtype.itemsize
+    mapped = operands.get("EXPERT_MAP")
+    if mapped is not None:
+        if not isinstance(mapped, Operand) or mapped.dtype.name != "int32" or len(mapped.shape) != 1:
+            raise RequestError(f"operand EXPERT_MAP is {_described(mapped)}: expected int32 [global experts], or None")
+        inputs["EXPERT_MAP"] = mapped
+        scalars["MAP_SIZE"] = mapped.shape[0]
+    for name, value in scalars.items():
+        told = operands.get(name)
+        if told is not None and (isinstance(told, Operand) or told != value):
+            raise RequestError(f"operand {name} is {_described(told)}: expected {value}, as the other operands have it")
+    return inputs, scalars
+
+
+def _described(given: object) -> str:
+    if isinstance(given, Operand):
+        return f"{given.dtype.name} {list(given.shape)}"
+    return "missing" if given is None else repr(given)
+
+
+def check_counters(buffers: Iterable[Buffer], left: Mapping[str, np.ndarray]) -> None:
+    """Raises LaunchFailed for counters that a plan's launches did not leave zero. `left`: what they left, by name."""
+    for buffer in buffers:
+        if buffer.role == "counters" and left[buffer.name].any():
+            found = np.argwhere(left[buffer.name])
+            first = tuple(int(index) for index in found[0])
+            raise LaunchFailed(
+                f"{len(found)} elements of the counters {buffer.name} were not left zero, first {list(first)}: "
+                f"{left[buffer.name][first]}"
+            )
+
+
 class Limits(Protocol):
     """What a plan asks of a device's description."""
 
@@ -125,10 +190,19 @@ class Limits(Protocol):
 
 _ROUTING = ("TOPK_IDS", "ID_BYTES", "EXPERT_MAP", "MAP_SIZE", "LIVE_TOKENS", "TOKENS")
 _SEGMENTS = ("SEGMENT_COUNT", "SEGMENT_EXPERT", "SEGMENT_BEGIN")
+_WEIGHTS: dict[Stage, tuple[str, ...]] = {
+    "w13": ("W13_Q", "W13_SCALES", "W13_ZEROS"),
+    "w2": ("W2_Q", "W2_SCALES", "W2_ZEROS"),
+}
+_WORKSPACE = ("HIDDEN", "ROUTES", "COUNTERS")
 
 
 def _align(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
+
+
+def _slots(contract: Contract) -> int:
+    return contract.max_tokens * contract.top_k
 
 
 def _constants(contract: Contract, threads: int, arena: int) -> dict[str, int]:
@@ -138,7 +212,7 @@ def _constants(contract: Contract, threads: int, arena: int) -> dict[str, int]:
         "kHidden": contract.hidden,
         "kIntermediate": contract.local_intermediate,
         "kGroup": contract.group,
-        "kMaxSlots": contract.max_tokens * contract.top_k,
+        "kMaxSlots": _slots(contract),
         "kSm70U4": int(contract.layout == "sm70-u4"),
         "kStatsBytes": contract.stats_bytes,
         "kInterleaved": int(contract.interleaved),
@@ -148,69 +222,92 @@ def _constants(contract: Contract, threads: int, arena: int) -> dict[str, int]:
     }
 
 
-def _rows_argument(name: PlanName) -> str:
-    return "SORTED_ROWS" if name == "sorted" else "SEGMENT_ROWS"
+def _tile_constants(
+    contract: Contract, tile: Tile, resident: int, arena: int, published: bool, load_only: bool
+) -> dict[str, int]:
+    return {
+        **_constants(contract, tile.threads, arena),
+        "kTiles": tile.tiles,
+        "kSplitK": tile.split_k,
+        "kUnroll": tile.unroll,
+        "kRows": tile.rows,
+        "kMinCtas": max(1, resident // tile.threads),
+        "kPublished": int(published),
+        "kLoadOnly": int(load_only),
+    }
 
 
-def _step_arguments(name: PlanName) -> tuple[str, ...]:
-    return _ROUTING if name == "fused" else (*_SEGMENTS, _rows_argument(name), "TOKENS")
+def _arena(contract: Contract, stage: Stage, tile: Tile) -> int:
+    """Shared memory of a CTA at work on one stage: each warp's stage, the rows, and the slots of a pass a warp."""
+    gemm = contract.w13 if stage == "w13" else contract.w2
+    warps = tile.threads // 32
+    rows = 0
+    if tile.family == "simt":
+        rows = 4 * tile.rows * gemm.k  # floats
+    elif stage == "w2":
+        rows = _align(2 * 8 * (gemm.k + 16) + 4 * tile.rows)  # eight f16 columns of B
+    else:
+        rows = 4  # rows are read where they are; an empty struct takes a byte
+    return _align(4 * warps * tile.rows * tile_columns(contract) + rows + 4 * warps * tile.rows)
 
 
-def _with_warps(nbytes: int, warps: int, config: StageConfig, share: int, fp32: bool) -> int:
-    """`nbytes` of a CTA's arena followed by each warp's own part: the slots of its pass, then its rows."""
-    nbytes += 4 * warps * config.rows
-    if config.family == "simt":
-        return _align(nbytes) + warps * 4 * config.rows * share  # floats
-    if fp32:
-        return _align(nbytes) + warps * _align(2 * config.rows * 2 * (share + 8) + 4 * config.rows)  # two f16 planes
-    return -(-(nbytes + warps) // 4) * 4  # rows are read where they are; an empty struct takes a byte
+def items(contract: Contract, stage: Stage, tile: Tile) -> int:
+    """CTAs' worth of work of one segment."""
+    gemm = contract.w13 if stage == "w13" else contract.w2
+    return gemm.n // tile_columns(contract) // tile.tiles
 
 
-def _tile(contract: Contract, config: StageConfig, arena: int) -> dict[str, int]:
-    sizes = {"kSplitK": config.split_k, "kUnroll": config.unroll, "kRows": config.rows}
-    return {**_constants(contract, config.threads, arena), **sizes}
-
-
-def _w13(contract: Contract, config: W13Config, name: PlanName) -> Launch:
-    columns = tile_columns(contract)
-    warps = config.tiles * config.split_k
-    arena = 4 * contract.max_tokens * contract.top_k
-    arena = _with_warps(arena, warps, config, contract.hidden // config.split_k, fp32=False)
-    arena = _align(arena + 4 * config.split_k * config.rows * config.tiles * columns)
-    segments = Linear(contract.experts) if name == "all-experts" else Linear(0, contract.top_k)
+def _op(contract: Contract, config: Config, load_only: bool) -> Launch:
+    slots = _slots(contract)
+    segments = 4 * (slots + contract.experts + -(-slots // 32)) + 8  # and two tickets
+    arena = _align(segments) + max(_arena(contract, stage, config.stage(stage)) for stage in STAGES)
+    work = sum(items(contract, stage, config.stage(stage)) for stage in STAGES)
     return Launch(
-        stage="w13",
-        template="w13" if name == "fused" else "w13_listed",
-        grid=(Linear(contract.w13.n // columns // config.tiles), segments),
-        block=config.threads,
+        stage="op",
+        template="op",
+        grid=(Linear(0, contract.top_k * work), Linear(1)),
+        block=config.w13.threads,
         shared=Linear(arena),
-        arguments=("X", *_step_arguments(name), "W13_Q", "W13_SCALES", "W13_ZEROS", "HIDDEN"),
-        constants={**_tile(contract, config, arena), "kTiles": config.tiles},
-        family=config.family,
+        arguments=("X", *_ROUTING, "TOPK_WEIGHTS", *_WEIGHTS["w13"], *_WEIGHTS["w2"], *_WORKSPACE, "OUT"),
+        constants={
+            "W13Config": _tile_constants(contract, config.w13, config.resident, arena, True, load_only),
+            "W2Config": _tile_constants(contract, config.w2, config.resident, arena, True, load_only),
+        },
+        families={stage: config.stage(stage).family for stage in STAGES},
+        by_ticket=True,
     )
 
 
-def _w2(contract: Contract, config: W2Config, name: PlanName) -> Launch:
-    columns = tile_columns(contract)
-    warps = config.segments * config.split_k
-    arena = 2 * 4 * contract.max_tokens * contract.top_k
-    arena = _align(_with_warps(arena, warps, config, contract.local_intermediate // config.split_k, fp32=True))
-    routes = 4 * config.split_k * contract.top_k * columns  # of a token, after the arena
+def _listed(name: PlanName) -> tuple[str, ...]:
+    return (*_SEGMENTS, "SORTED_ROWS" if name == "sorted" else "SEGMENT_ROWS", "TOKENS")
+
+
+def _stage(contract: Contract, stage: Stage, config: Config, name: PlanName) -> Launch:
+    tile = config.stage(stage)
+    arena, work = _arena(contract, stage, tile), items(contract, stage, tile)
+    arguments: tuple[str, ...] = ("X", *_listed(name), *_WEIGHTS["w13"], "HIDDEN")
+    segments = Linear(contract.experts) if name == "all-experts" else Linear(0, contract.top_k)
+    grid = Linear(work), segments
+    if stage == "w2":
+        arena += _align(4 * _slots(contract) + 8)
+        arguments = ("HIDDEN", *_listed(name), "TOPK_WEIGHTS", *_WEIGHTS["w2"], "ROUTES", "COUNTERS", "OUT")
+        grid = Linear(work * segments.constant, work * segments.per_token), Linear(1)
     return Launch(
-        stage="w2",
-        template="w2" if name == "fused" else "w2_listed",
-        grid=(Linear(contract.w2.n // columns), Linear(1)),
-        block=config.threads,
-        shared=Linear(arena, routes),
-        arguments=("HIDDEN", *_step_arguments(name), "TOPK_WEIGHTS", "W2_Q", "W2_SCALES", "W2_ZEROS", "OUT"),
-        constants={**_tile(contract, config, arena), "kWarps": config.segments},
-        family=config.family,
+        stage=stage,
+        template=stage,
+        grid=grid,
+        block=tile.threads,
+        shared=Linear(arena),
+        arguments=arguments,
+        constants={f"{stage.upper()}Config": _tile_constants(contract, tile, config.resident, arena, False, False)},
+        families={stage: tile.family},
+        by_ticket=stage == "w2",
     )
 
 
 def _compact(contract: Contract, name: PlanName) -> Launch:
     arguments: tuple[str, ...] = (*_ROUTING, *_SEGMENTS, "SEGMENT_ROWS")
-    template, arena = "compact", 2 * 4 * contract.max_tokens * contract.top_k
+    template, arena = "compact", 2 * 4 * _slots(contract)
     if name == "sorted":
         arguments = ("OFFSETS", *_SEGMENTS)
         template, arena = "compact_sorted", 4 * -(-contract.experts // 32)
@@ -221,19 +318,25 @@ def _compact(contract: Contract, name: PlanName) -> Launch:
         block=COMPACT_THREADS,
         shared=Linear(arena),
         arguments=arguments,
-        constants={**_constants(contract, COMPACT_THREADS, arena), "kKeepEmpty": int(name == "all-experts")},
+        constants={
+            "Config": {**_constants(contract, COMPACT_THREADS, arena), "kKeepEmpty": int(name == "all-experts")}
+        },
     )
 
 
-def _buffers(contract: Contract, name: PlanName) -> tuple[Buffer, ...]:
+def _buffers(contract: Contract, name: PlanName, load_only: bool) -> tuple[Buffer, ...]:
     k, hidden = contract.top_k, contract.hidden
     one, tokens, slots = Linear(1), Linear(0, 1), Linear(0, k)
     segments = contract.experts if name == "all-experts" else 0
     listed = Linear(segments, 0 if segments else k)
+    published: Role = "workspace" if load_only else "counters"  # loads alone await no value, and clear none
+    hidden_role: Role = published if name == "fused" else "workspace"
     found = [
         Buffer("X", "float16", (tokens, Linear(hidden)), "input"),
         Buffer("TOPK_WEIGHTS", "float32", (tokens, Linear(k)), "input"),
-        Buffer("HIDDEN", "float32", (slots, Linear(contract.local_intermediate)), "workspace"),
+        Buffer("HIDDEN", "float32", (slots, Linear(contract.local_intermediate)), hidden_role),
+        Buffer("ROUTES", "float32", (slots, Linear(hidden)), published),
+        Buffer("COUNTERS", "int32", (Linear(1, k),), "counters"),
         Buffer("OUT", "float16", (tokens, Linear(hidden)), "output"),
     ]
     for prefix, gemm in (("W13", contract.w13), ("W2", contract.w2)):
@@ -262,11 +365,12 @@ def _buffers(contract: Contract, name: PlanName) -> tuple[Buffer, ...]:
     return tuple(found)
 
 
-def make(contract: Contract, config: Config, name: PlanName = "fused") -> Plan:
+def make(contract: Contract, config: Config, name: PlanName = "fused", *, load_only: bool = False) -> Plan:
     """The plan `name` of `config`. Raises RequestError for an unknown name, InvalidConfig where sizes do not divide.
 
     EXPERT_MAP (int32, any length) is not in `buffers`, since its length is not the contract's; it may be None, as may
-    LIVE_TOKENS. The ZEROS of an sm70-u4 contract are null.
+    LIVE_TOKENS. The ZEROS of an sm70-u4 contract are null. With load_only, the fused plan's kernel loads what it would
+    multiply and writes nothing that means anything: how fast its loads alone are. It takes no other plan.
     """
     if name not in PLANS:
         raise RequestError(f"plan {name!r}: expected one of {', '.join(PLANS)}")
@@ -274,35 +378,41 @@ def make(contract: Contract, config: Config, name: PlanName = "fused") -> Plan:
         chosen, gemm = config.stage(stage), contract.w13 if stage == "w13" else contract.w2
         if chosen.family not in families(contract):
             raise InvalidConfig(
-                f"{stage} config {chosen.key()}: the tensor family reads sm70-u4 with exact numerics; contract "
-                f"{contract.name} is {contract.layout}, {contract.numerics}"
+                f"{stage} config {chosen.key()}: the tensor family reads sm70-u4; contract {contract.name} is "
+                f"{contract.layout}"
             )
-        if chosen.family == "tensor" and chosen.rows != TENSOR_ROWS[stage]:
-            raise InvalidConfig(f"{stage} config {chosen.key()}: a tensor pass takes {TENSOR_ROWS[stage]} rows")
-        steps = gemm.k // STEP
+        rows = tensor_rows(contract, stage)
+        if chosen.family == "tensor" and chosen.rows != rows:
+            raise InvalidConfig(f"{stage} config {chosen.key()}: a tensor pass takes {rows} rows")
+        steps, tiles = gemm.k // STEP, gemm.n // tile_columns(contract)
         if steps % chosen.split_k or steps // chosen.split_k % chosen.unroll:
             raise InvalidConfig(
                 f"{stage} config {chosen.key()}: split-K must divide the {steps} steps of K={gemm.k}, "
                 f"and unroll what is left of them for a warp"
             )
-    tiles = contract.w13.n // tile_columns(contract)
-    if tiles % config.w13.tiles:
-        raise InvalidConfig(f"w13 config {config.w13.key()}: tiles must divide the {tiles} column tiles of W13")
-    launches = [_w13(contract, config.w13, name), _w2(contract, config.w2, name)]
-    if name != "fused":
-        launches.insert(0, _compact(contract, name))
-    return Plan(name, contract, config, tuple(launches), _buffers(contract, name))
+        if tiles % chosen.tiles:
+            raise InvalidConfig(f"{stage} config {chosen.key()}: tiles must divide the {tiles} column tiles of its N")
+    if config.w13.threads != config.w2.threads:
+        raise InvalidConfig(
+            f"config {config.key()}: W13 and W2 share one launch, but take {config.w13.threads} and "
+            f"{config.w2.threads} threads"
+        )
+    if name == "fused":
+        launches = [_op(contract, config, load_only)]
+    elif load_only:
+        raise RequestError(f"plan {name}: only the fused plan has a kernel that only loads")
+    else:
+        launches = [_compact(contract, name), *(_stage(contract, stage, config, name) for stage in STAGES)]
+    return Plan(name, contract, config, tuple(launches), _buffers(contract, name, load_only))
 
 
-def why_invalid(contract: Contract, stage: Stage, config: StageConfig, limits: Limits) -> str | None:
-    """Why the stage cannot be launched on a device at the contract's largest level; None when it can."""
-    launch = _w13(contract, config, "fused") if isinstance(config, W13Config) else _w2(contract, config, "fused")
+def why_invalid(contract: Contract, config: Config, limits: Limits) -> str | None:
+    """Why the op cannot be launched on a device at the contract's largest level; None when it can."""
+    launch = _op(contract, config, load_only=False)
     shared = launch.shared.at(contract.max_tokens)
     if shared > limits.shared_per_block:
         there = f"{limits.name} has {limits.shared_per_block} a block"
-        return f"{stage} {config.key()} needs {shared} bytes of shared memory; {there}"
+        return f"{config.key()} needs {shared} bytes of shared memory; {there}"
     if launch.block > limits.threads_per_block:
-        return (
-            f"{stage} {config.key()} needs {launch.block} threads; {limits.name} has {limits.threads_per_block} a block"
-        )
+        return f"{config.key()} needs {launch.block} threads; {limits.name} has {limits.threads_per_block} a block"
     return None

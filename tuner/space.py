@@ -1,14 +1,14 @@
-"""Tile configurations of the kernel families, and which of them a contract admits.
+"""Tile configurations of the op, and which of them a contract admits.
 
-W13 and W2 are separate launches whose times add up, so each is a space of its own and is tuned on its own.
+W13 and W2 are parts of one launch, so they share a CTA's threads and are tuned together.
 """
 
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tuner.contract import Contract
@@ -20,24 +20,23 @@ Family = Literal["simt", "tensor"]  # fp32 products on the ordinary cores, or f1
 FAMILIES: tuple[Family, ...] = ("simt", "tensor")
 
 STEP = 32  # k a warp takes at once: four octets
-MAX_WARPS = 32  # of a CTA, by the hardware
-ROW_BYTES = 65536  # of staged rows a CTA, in a default: two thirds of a V100's shared memory
-MIN_WARPS = 4  # of a CTA, where the contract's sizes allow: fewer leave an SM's schedulers idle
+WARPS = (4, 5, 8, 10, 16, 20)  # of a CTA: fewer leave an SM's schedulers idle, more wait for one another
+ROW_BYTES = 49152  # of staged rows a CTA, in a default: half of a V100's shared memory
+MAX_W13_TILES = 4  # of a CTA: K is long there, so its warps rather share that out
+RESIDENT = (256, 384, 512, 768, 1024)
 _UNROLLS = (1, 2, 3, 4, 5, 6, 8, 10)
 _ROWS = (1, 2, 4, 8)
-# Columns of an mma's B operand; a row of W2's fp32 activations takes two of them.
-TENSOR_ROWS: dict[Stage, int] = {"w13": 8, "w2": 4}
 
 
 @dataclass(frozen=True)
-class W13Config:
-    """One CTA a (segment, `tiles` column tiles); `split_k` warps share out K of each tile."""
+class Tile:
+    """How a CTA works on one stage: `tiles` column tiles of a segment, `split_k` warps sharing out K of each."""
 
     family: Family
     tiles: int
     split_k: int
     unroll: int  # steps of 32 k a lane has in flight
-    rows: int  # at most so many in one pass over the weights; on tensor cores always TENSOR_ROWS
+    rows: int  # at most so many in one pass over the weights; on tensor cores always tensor_rows
 
     @property
     def threads(self) -> int:
@@ -46,49 +45,17 @@ class W13Config:
     def key(self) -> str:
         return f"{self.family}-t{self.tiles}-k{self.split_k}-u{self.unroll}-r{self.rows}"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class W2Config:
-    """One CTA a column tile; `segments` groups of `split_k` warps take the step's segments in turn."""
-
-    family: Family
-    segments: int
-    split_k: int
-    unroll: int
-    rows: int
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.segments * self.split_k
-
-    def key(self) -> str:
-        return f"{self.family}-s{self.segments}-k{self.split_k}-u{self.unroll}-r{self.rows}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-StageConfig = W13Config | W2Config
-
 
 @dataclass(frozen=True)
 class Config:
     """The whole op's tile configuration."""
 
-    w13: W13Config
-    w2: W2Config
+    w13: Tile
+    w2: Tile
+    resident: int  # threads of an SM that a kernel's registers must leave room for
 
-    def stage(self, stage: Stage) -> StageConfig:
+    def stage(self, stage: Stage) -> Tile:
         return self.w13 if stage == "w13" else self.w2
-
-    def with_stage(self, config: StageConfig) -> "Config":
-        """This configuration but for one stage's."""
-        if isinstance(config, W13Config):
-            return replace(self, w13=config)
-        return replace(self, w2=config)
 
     @property
     def portable_bits(self) -> bool:
@@ -96,19 +63,14 @@ class Config:
         return all(self.stage(stage).family == "simt" for stage in STAGES)
 
     def key(self) -> str:
-        return f"{self.w13.key()}+{self.w2.key()}"
+        return f"{self.w13.key()}+{self.w2.key()}+m{self.resident}"
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        return {"w13": self.w13.to_dict(), "w2": self.w2.to_dict()}
-
-
-_TYPES: dict[Stage, type[W13Config] | type[W2Config]] = {"w13": W13Config, "w2": W2Config}
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
-def stage_from_dict(stage: Stage, values: Mapping[str, Any]) -> StageConfig:
-    """The inverse of `to_dict`. Raises InvalidConfig for unknown, missing or wrong values."""
-    kind = _TYPES[stage]
-    expected = set(kind.__dataclass_fields__)
+def _tile(stage: str, values: Mapping[str, Any]) -> Tile:
+    expected = set(Tile.__dataclass_fields__)
     sizes = {name: value for name, value in values.items() if name != "family"}
     known = set(values) == expected and values["family"] in FAMILIES
     if not known or not all(type(size) is int and size > 0 for size in sizes.values()):
@@ -116,28 +78,31 @@ def stage_from_dict(stage: Stage, values: Mapping[str, Any]) -> StageConfig:
         raise InvalidConfig(
             f"{stage} config {dict(values)}: expected family simt or tensor, and positive integers for {names}"
         )
-    return kind(**values)
+    return Tile(**values)
 
 
-def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The inverse of `Config.to_dict`. Raises InvalidConfig."""
-    if set(values) != set(STAGES):
-        raise InvalidConfig(f"config {values}: expected the keys {', '.join(STAGES)}")
-    w13, w2 = (stage_from_dict(stage, values[stage]) for stage in STAGES)
-    assert isinstance(w13, W13Config) and isinstance(w2, W2Config)
-    return Config(w13, w2)
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The inverse of `Config.to_dict`. Raises InvalidConfig for unknown, missing or wrong values."""
+    resident = values.get("resident")
+    if set(values) != {*STAGES, "resident"} or type(resident) is not int or resident < 1:
+        raise InvalidConfig(f"config {values}: expected the keys {', '.join(STAGES)}, and resident, a positive integer")
+    return Config(_tile("w13", values["w13"]), _tile("w2", values["w2"]), resident)
+
+
+_TILE_KEY = r"(simt|tensor)-t([1-9]\d*)-k([1-9]\d*)-u([1-9]\d*)-r([1-9]\d*)"
 
 
 def parse(key: str) -> Config:
-    """The inverse of `Config.key`, e.g. simt-t1-k8-u5-r2+tensor-s16-k1-u5-r4. Raises InvalidConfig."""
-    found: list[Any] = []
-    for stage, letter, part in zip(STAGES, "ts", key.split("+"), strict=False):
-        match = re.fullmatch(rf"(simt|tensor)-{letter}([1-9]\d*)-k([1-9]\d*)-u([1-9]\d*)-r([1-9]\d*)", part)
-        if match is not None:
-            found.append(_TYPES[stage](match[1], *(int(n) for n in match.groups()[1:])))  # type: ignore[arg-type]
-    if len(found) != len(STAGES) or key.count("+") != 1:
-        raise InvalidConfig(f"config {key!r}: expected W13's and W2's keys, such as simt-t1-k8-u5-r2+simt-s16-k1-u5-r2")
-    return Config(*found)
+    """The inverse of `Config.key`, e.g. simt-t1-k8-u5-r2+simt-t8-k1-u5-r2+m512. Raises InvalidConfig."""
+    match = re.fullmatch(rf"{_TILE_KEY}\+{_TILE_KEY}\+m([1-9]\d*)", key)
+    if match is None:
+        raise InvalidConfig(
+            f"config {key!r}: expected W13's and W2's tiles and the resident threads, such as "
+            "simt-t1-k8-u5-r2+simt-t8-k1-u5-r2+m512"
+        )
+    found = match.groups()
+    w13, w2 = (Tile(found[i], *(int(n) for n in found[i + 1 : i + 5])) for i in (0, 5))  # type: ignore[arg-type]
+    return Config(w13, w2, int(found[10]))
 
 
 def tile_columns(contract: Contract) -> int:
@@ -146,58 +111,72 @@ def tile_columns(contract: Contract) -> int:
 
 
 def families(contract: Contract) -> tuple[Family, ...]:
-    """The families that can read the contract's layout with its numerics."""
-    return FAMILIES if contract.layout == "sm70-u4" and contract.numerics == "exact" else ("simt",)
+    """The families that can read the contract's layout."""
+    return FAMILIES if contract.layout == "sm70-u4" else ("simt",)
 
 
-def axes(contract: Contract, stage: Stage) -> dict[str, tuple[Any, ...]]:
-    """The values each parameter takes for some candidate of the contract."""
-    found = candidates(contract, stage)
-    return {name: tuple(sorted({c.to_dict()[name] for c in found})) for name in _TYPES[stage].__dataclass_fields__}
+def tensor_rows(contract: Contract, stage: Stage) -> int:
+    """Rows of a tensor-core pass: an mma has eight columns of B, of which a row of W2's fp32 activations takes two."""
+    return 4 if stage == "w2" and contract.numerics == "exact" else 8
 
 
-def candidates(contract: Contract, stage: Stage) -> tuple[StageConfig, ...]:
-    """Every configuration whose sizes divide the contract's, whatever the device, in a fixed order."""
+def _tiles(contract: Contract, stage: Stage) -> Iterator[Tile]:
     gemm = contract.w13 if stage == "w13" else contract.w2
-    steps = gemm.k // STEP
+    steps, columns = gemm.k // STEP, gemm.n // tile_columns(contract)
     rows: dict[Family, tuple[int, ...]] = {
         "simt": tuple(r for r in _ROWS if r <= contract.max_tokens * contract.top_k),
-        "tensor": (TENSOR_ROWS[stage],),
+        "tensor": (tensor_rows(contract, stage),),
     }
-    splits = tuple(s for s in range(1, MAX_WARPS + 1) if steps % s == 0)
-    if stage == "w13":
-        tiles = gemm.n // tile_columns(contract)
-        outer = tuple(t for t in (1, 2, 5) if tiles % t == 0)
-    else:
-        outer = (1, 2, 4, 8, 16, 32)
-    found: list[StageConfig] = []
-    for family in families(contract):
-        for first, split, unroll, r in itertools.product(outer, splits, _UNROLLS, rows[family]):
-            if steps // split % unroll == 0 and first * split <= MAX_WARPS:
-                found.append(_TYPES[stage](family, first, split, unroll, r))
-    return tuple(c for c in found if c.threads >= 32 * MIN_WARPS) or tuple(found)
+    for family, warps in itertools.product(families(contract), range(1, max(WARPS) + 1)):
+        for split in (s for s in range(1, warps + 1) if warps % s == 0 and steps % s == 0):
+            if columns % (warps // split) == 0 and (stage == "w2" or warps // split <= MAX_W13_TILES):
+                unrolls = [u for u in _UNROLLS if steps // split % u == 0]
+                for unroll, r in itertools.product(unrolls[-4:], rows[family]):  # fewer in flight never paid
+                    yield Tile(family, warps // split, split, unroll, r)
+
+
+def candidates(contract: Contract) -> tuple[Config, ...]:
+    """Every configuration whose sizes divide the contract's, whatever the device, in a fixed order. Both stages are of
+    one family and, on the ordinary cores, of as many rows a pass: what suits a routing suits it in both."""
+    pairs = itertools.product(_tiles(contract, "w13"), _tiles(contract, "w2"))
+    fitting = [
+        (w13, w2)
+        for w13, w2 in pairs
+        if w13.threads == w2.threads and w13.family == w2.family and (w13.family == "tensor" or w13.rows == w2.rows)
+    ]
+    wide = [pair for pair in fitting if pair[0].threads // 32 in WARPS] or fitting
+    return tuple(Config(*pair, resident) for pair in wide for resident in RESIDENT if pair[0].threads <= resident)
+
+
+def parameters(config: Config) -> dict[str, str | int]:
+    """The config as independent choices, for a sampler; what its two stages must agree on is one of them."""
+    w13, w2 = config.w13, config.w2
+    return {
+        "multiply": w13.family if w13.family == "tensor" else f"{w13.family}-r{w13.rows}",
+        "warps": f"t{w13.tiles}-k{w13.split_k}+t{w2.tiles}-k{w2.split_k}",
+        "w13_unroll": w13.unroll,
+        "w2_unroll": w2.unroll,
+        "resident": config.resident,
+    }
 
 
 def default(contract: Contract) -> Config:
-    """The candidates nearest to what suits any contract: eight warps splitting K of one W13 tile, sixteen warps each
-    taking W2 segments, two rows a pass, five steps in flight; with rows that leave a V100's shared memory room."""
+    """The candidate nearest to what suits any contract: eight warps that split K of one W13 tile and take eight tiles
+    of W2, two rows a pass, five steps in flight (of awq two: a step takes twice the registers there), 512 threads an
+    SM; with rows that leave a V100's shared memory room."""
+    unroll = 2 if contract.layout == "awq" else 5
+    wanted = (8 * 32, 1, 2, unroll, 1, 2, unroll, 512)
 
-    def row_bytes(stage: Stage, c: StageConfig) -> int:
-        gemm = contract.w13 if stage == "w13" else contract.w2
-        return 4 * c.rows * gemm.k * (c.threads // 32 // c.split_k)
+    def sizes(c: Config) -> tuple[int, ...]:
+        w13, w2 = c.w13, c.w2
+        return w13.threads, w13.tiles, w13.rows, w13.unroll, w2.split_k, w2.rows, w2.unroll, c.resident
 
-    def nearest(stage: Stage, **wanted: int) -> StageConfig:
-        simt = [c for c in candidates(contract, stage) if c.family == "simt"]
-        small = [c for c in simt if row_bytes(stage, c) <= ROW_BYTES]
-        return min(small or simt, key=lambda c: tuple(abs(c.to_dict()[name] - value) for name, value in wanted.items()))
-
-    w13 = nearest("w13", tiles=1, rows=2, split_k=8, unroll=5)
-    w2 = nearest("w2", segments=16, rows=2, split_k=1, unroll=5)
-    assert isinstance(w13, W13Config) and isinstance(w2, W2Config)
-    return Config(w13, w2)
+    simt = [c for c in candidates(contract) if c.portable_bits]
+    small = [c for c in simt if 4 * max(c.w13.rows * contract.w13.k, c.w2.rows * contract.w2.k) <= ROW_BYTES]
+    return min(small or simt, key=lambda c: tuple(abs(a - b) for a, b in zip(sizes(c), wanted, strict=True)))
 
 
-def space_digest(contract: Contract, stage: Stage) -> str:
+def space_digest(contract: Contract) -> str:
     """16 hex digits that change when the candidates do, so that a study never mixes two spaces."""
-    keys = [c.key() for c in candidates(contract, stage)]
-    return hashlib.sha256(json.dumps([stage, keys]).encode()).hexdigest()[:16]
+    keys = [c.key() for c in candidates(contract)]
+    return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
