@@ -1,10 +1,12 @@
 """What a contract and its kernels are said to need, against figures worked out by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from tuner import contract, inspection, space
 from tuner.errors import InvalidConfig, RequestError
-from tuner.space import Config, W2Config
+from tuner.options import Configs
 
 QWEN = contract.load("qwen38-tp4")
 DEFAULT = space.default(QWEN)
@@ -23,18 +25,17 @@ def test_a_contract_is_described_with_its_shapes_and_bytes() -> None:
 
 
 def test_a_kernels_bytes_and_floor_are_those_of_the_experts_it_reads() -> None:
-    w13, w2 = inspection.inspect(QWEN, {1: DEFAULT}, "V100-PCIE-32GB")
-    assert (w13.tokens, w13.stage, w13.config) == (1, "w13", DEFAULT.w13.key())
-    assert (w2.tokens, w2.stage, w2.config) == (1, "w2", DEFAULT.w2.key())
+    (op,) = inspection.inspect(QWEN, {1: DEFAULT}, "V100-PCIE-32GB")
+    assert (op.tokens, op.stage, op.config) == (1, "op", DEFAULT.key())
     # One token has ten different experts, whatever the routing; the floor counts 2.5 bytes a group and column.
-    assert w13.active_experts == w2.active_experts == pytest.approx(10)
-    assert w13.weight_bytes == pytest.approx(10 * 486_400)
-    assert w13.floor_us == pytest.approx(10 * (2560 * 320 / 2 + 80 * 320 * 2.5) / 900e3)
-    assert w2.floor_us == pytest.approx(10 * (160 * 2560 / 2 + 5 * 2560 * 2.5) / 900e3)
+    assert op.active_experts == pytest.approx(10)
+    assert op.weight_bytes == pytest.approx(10 * (486_400 + 243_200))
+    w13, w2 = 2560 * 320 / 2 + 80 * 320 * 2.5, 160 * 2560 / 2 + 5 * 2560 * 2.5
+    assert op.floor_us == pytest.approx(10 * (w13 + w2) / 900e3)
 
 
 def test_occupancy_follows_from_the_registers_that_the_compiler_used() -> None:
-    (kernel, _) = inspection.inspect(QWEN, {8: DEFAULT}, "V100-PCIE-32GB")
+    (kernel,) = inspection.inspect(QWEN, {8: DEFAULT}, "V100-PCIE-32GB")
     a_warp = -(-kernel.registers * 32 // 256) * 256
     warps = DEFAULT.w13.threads // 32
     by_registers = 65536 // a_warp // 4 * 4 // warps
@@ -48,17 +49,39 @@ def test_the_row_has_a_cell_for_every_header_and_the_json_every_field() -> None:
     kernel = inspection.inspect(QWEN, {1: DEFAULT}, "V100-PCIE-32GB")[0]
     row = dict(zip(inspection.HEADERS, kernel.cells(), strict=True))
     assert row["registers"] == kernel.registers
-    assert row["weight MB"] == pytest.approx(4.864)
+    assert row["weight MB"] == pytest.approx(7.296)
     assert row["floor us"] == kernel.floor_us
     assert kernel.to_dict()["warnings"] == ()
 
 
 def test_a_kernel_that_does_not_fit_the_gpu_is_refused_with_what_it_needs() -> None:
-    large = Config(DEFAULT.w13, W2Config("simt", 32, 1, 5, 8))
-    with pytest.raises(InvalidConfig, match="1024 threads"):
+    large = space.parse("simt-t2-k20-u4-r1+simt-t40-k1-u5-r1+m512")  # forty warps
+    with pytest.raises(InvalidConfig, match="1280 threads"):
         inspection.inspect(QWEN, {8: large}, "V100-PCIE-32GB")
 
 
 def test_an_unknown_gpu_is_refused_with_those_there_are() -> None:
     with pytest.raises(RequestError, match="'V7'; described: V100-PCIE-32GB, "):
         inspection.inspect(QWEN, {1: DEFAULT}, "V7")
+
+
+def test_machine_code_is_shown_for_a_v100_and_a_row_for_each_stretch_that_reads_weights() -> None:
+    found = inspection.machine_code(QWEN, {1: DEFAULT}, "V100-PCIE-32GB")
+    rows = [dict(zip(inspection.CODE_HEADERS, row, strict=True)) for row in inspection.code_rows(found)]
+    assert {row["weights"] for row in rows} == {"W13_Q", "W2_Q"}
+    # Of the fp32 family, a lone row's stretch and one of several rows: each weight takes three instructions at least.
+    for operand in ("W13_Q", "W2_Q"):
+        few, many = sorted(row["instr/8 w"] for row in rows if row["weights"] == operand)
+        assert 3 * 8 < few < many
+    assert all("LOP3" in row["opcodes there"] for row in rows)
+
+
+def test_machine_code_of_another_architecture_is_not_read() -> None:
+    assert inspection.machine_code(QWEN, {1: DEFAULT}, "H200") == []
+
+
+def test_only_a_tuned_sets_evidence_for_a_v100_can_be_recorded(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="the configurations are default: give --set"):
+        inspection.record(Configs({1: DEFAULT}, "default"), [], "V100-PCIE-32GB")
+    with pytest.raises(RequestError, match="H200 runs other: give a V100"):
+        inspection.record(Configs({1: DEFAULT}, "winners", tmp_path), [], "H200")

@@ -36,6 +36,14 @@ class BuildFailed(VoltuneError):
     """A compiler refused a rendered source; the text carries its log."""
 
 
+class UnknownInstruction(VoltuneError):
+    """Machine code that is not understood; the text names opcode bits and place."""
+
+
+class CodeFault(VoltuneError):
+    """Machine code that is not what is demanded of it, or worse than recorded."""
+
+
 class WrongResult(VoltuneError):
     """A kernel ran and its output is not right."""
 
