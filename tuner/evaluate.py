@@ -10,12 +10,14 @@ from pathlib import Path
 from tuner import model, plan, render, routing, space
 from tuner.build import Ahead, Image
 from tuner.contract import Contract
+from tuner.errors import InvalidConfig
 from tuner.measure import Timing
 from tuner.model import Device, Resources
-from tuner.plan import Plan
-from tuner.space import Stage, StageConfig
+from tuner.render import Source
+from tuner.space import STAGES, Config, Tile
 
 SEEDS = (0, 1, 2, 3)  # of the routings a prediction is averaged over
+GUESSES = 16  # that a search tries first
 
 
 @cache
@@ -33,9 +35,36 @@ def active_experts(contract: Contract, tokens: int) -> float:
     return sum(len(rows) * weight for rows, weight in pool(contract, tokens))
 
 
-def floor(contract: Contract, stage: Stage, tokens: int, dev: Device) -> float:
-    """Microseconds the stage's bytes take at full bandwidth, mean over the pool."""
-    return model.floor(contract, stage, active_experts(contract, tokens), dev)
+def floor(contract: Contract, tokens: int, dev: Device) -> float:
+    """Microseconds the op's bytes take at full bandwidth, mean over the pool."""
+    return sum(model.floor(contract, stage, active_experts(contract, tokens), dev) for stage in STAGES)
+
+
+def _registers(tile: Tile, dev: Device) -> int:
+    """About how many registers a thread of a tile needs before any spill: accumulators and addresses, seven a step of
+    weights and statistics in flight, and rows."""
+    if tile.family == "tensor":
+        return (140 if dev.arch.startswith("sm_7") else 40) + 7 * tile.unroll + 4 * min(tile.unroll, 5)
+    return 60 + 7 * tile.unroll + 12 * tile.rows
+
+
+def guesses(contract: Contract, tokens: int, dev: Device, count: int = GUESSES) -> tuple[Config, ...]:
+    """What the model thinks fastest at a token count before anything is built: as if each kernel took all registers
+    that its resident threads leave, and no more than the hardware has. Those that would spill are left out."""
+    found: list[tuple[float, Config]] = []
+    routings = pool(contract, tokens)[:: len(SEEDS)]  # one of each kind
+    for config in space.candidates(contract):
+        if plan.why_invalid(contract, config, dev) is not None:
+            continue
+        made = plan.make(contract, config)
+        launch = made.launch("op")
+        threads = -(-max(config.resident, launch.block) // 128) * 128  # registers are given to four warps at a time
+        registers = min(dev.registers_per_thread, dev.registers_per_sm // threads // 8 * 8)
+        if max(_registers(config.stage(stage), dev) for stage in STAGES) > registers:
+            continue
+        resources = Resources(registers, launch.shared.at(tokens))
+        found.append((model.predict_op(contract, made, resources, routings, tokens, dev).us, config))
+    return tuple(config for _, config in sorted(found, key=lambda each: (each[0], each[1].key()))[:count])
 
 
 class ModelEvaluator:
@@ -47,34 +76,41 @@ class ModelEvaluator:
         self.contract = contract
         self.gpu = dev
         self.device = dev.name
-        self._default = space.default(contract)
         self._builds = Ahead(dev.arch)
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change when the model, a device's figures or the routings' seeds do."""
         folder = Path(model.__file__).parent
-        content = b"".join((folder / name).read_bytes() for name in ("model.py", "devices.toml", "routing.py"))
+        names = ("model.py", "gpu.py", "devices.toml", "routing.py")
+        content = b"".join((folder / name).read_bytes() for name in names)
         return hashlib.sha256(content + repr(SEEDS).encode()).hexdigest()[:16]
 
-    def prefetch(self, stage: Stage, configs: Sequence[StageConfig]) -> None:
-        """Starts building the stage's kernels in other processes."""
-        self._builds.prefetch([render.render(self._plan(config))[stage] for config in configs])
+    def prefetch(self, configs: Sequence[Config]) -> None:
+        """Starts building the op's kernels in other processes."""
+        self._builds.prefetch([self._source(config) for config in configs])
 
-    def image(self, stage: Stage, config: StageConfig) -> Image:
-        """The stage's built kernel. Raises BuildFailed, MissingTool."""
-        return self._builds.image(render.render(self._plan(config))[stage])
+    def image(self, config: Config) -> Image:
+        """The op's built kernel. Raises BuildFailed, MissingTool, InvalidConfig."""
+        return self._builds.image(self._source(config))
 
-    def evaluate(self, stage: Stage, config: StageConfig, tokens: int) -> Timing:
-        """The mean over the contract's routings, by their weights. Raises BuildFailed, and InvalidConfig for no fit."""
-        made = self._plan(config)
-        resources = Resources.of(self.image(stage, config), made.launch(stage), tokens)
-        found = model.predict_stage(
-            self.contract, made, stage, resources, pool(self.contract, tokens), tokens, self.gpu
-        )
+    def evaluate(self, config: Config, tokens: int) -> Timing:
+        """The mean over the contract's routings, by their weights.
+
+        Raises BuildFailed; InvalidConfig for what does not fit, or spills registers: no winner shall.
+        """
+        image = self.image(config)
+        if image.spill_bytes:
+            raise InvalidConfig(
+                f"{config.key()} spills {image.spill_bytes} bytes of registers a thread: fewer steps in flight, or "
+                "fewer resident threads, would not"
+            )
+        made = plan.make(self.contract, config)
+        resources = Resources.of(image, made.launch("op"), tokens)
+        found = model.predict_op(self.contract, made, resources, pool(self.contract, tokens), tokens, self.gpu)
         us = round(found.us, 3)
-        terms = {f"{name}_us": round(found.parts[name], 3) for name in model.TERMS}
+        terms = {name: round(value, 3) for name, value in found.parts.items()}
         return Timing(us, us, us, (), self.device, {"bound": found.bound, **terms}, self.word)
 
-    def _plan(self, config: StageConfig) -> Plan:
-        return plan.make(self.contract, self._default.with_stage(config))
+    def _source(self, config: Config) -> Source:
+        return render.render(plan.make(self.contract, config))["op"]

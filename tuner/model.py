@@ -1,141 +1,102 @@
-"""Predicts the time of a stage's kernel on a described GPU from its launch, its registers and the routing.
+"""Predicts the time of a kernel on a described GPU from its launch, its registers and the routing.
 
-A first analytic model. It is not validated beyond what its tests show: it orders configurations sensibly, stays finite,
-and lands in the neighbourhood of the public and simulated figures the tests name. Its output is called "predicted",
-never measured.
+Its output is called "predicted", never measured. The op is a stream of items (W13, W2, combine) that resident CTAs take
+in turn. Of each launch:
 
-One stage's time is
+    us       = launch + prologue + body + finish + waiting
+    body     = sqrt(stream^2 + chain^2)
+    stream   = sum over items of service / SMs
+    service  = sqrt((alone / CTAs an SM)^2 + issue^2 + memory^2) + spills
+    chain    = alone(W13) + alone(W2): one item after the other on an empty GPU, and at least so long
 
-    launch + prologue + (data^1.5 + issue^1.5)^(1/1.5) + empty CTAs + finish
+`alone` is how long a CTA by itself takes for an item: fixed steps, one trip to DRAM, its steps' dependent
+instructions, and for each further round of loads what of the trip those do not cover. Divided by the CTAs of an SM it
+is Little's law: resident warps x steps in flight x bytes a step, over the latency. `issue` is an SM's instructions for
+the item, `memory` its bytes at an SM's share of the bandwidth (DRAM's, or L2's where slower). A CTA takes the next item
+when it is free, so of waves only the last item's time is left over. Roots of sums of squares stand between terms that
+do not overlap and the longest of terms that do.
 
-`data` is the slower of DRAM and L2 traffic plus one latency for each round of loads that must wait for the one before;
-`issue` is the time of the busiest SM's instructions. A warp keeps `unroll` steps in flight and waits for the oldest, so
-data and instructions hide behind one another only as far as other warps are elsewhere in that cycle: the exponent
-stands between a plain sum (no overlap, 1) and the longer of the two (perfect overlap, infinity).
+`waiting` is what warps that poll for another CTA's values take from those that work: it grows with the root of their
+number, with tight registers and with spills.
+
+The numbers of Fit were fitted to an H200 by tuner/calibrate.py, which also says how good they are; those a device has
+come from devices.toml. No figure is from a V100. Instructions are counted from the kernels' data flow; for tensor cores
+about 65 a step of 32 k and 32 columns with m16n8k16, 150 with m8n8k4.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tuner.contract import Contract, Gemm
-from tuner.errors import InvalidConfig, RequestError
-from tuner.plan import Launch, Plan
-from tuner.space import STEP, W2Config, W13Config, tile_columns
+from tuner.errors import RequestError
+from tuner.gpu import WARP, Device, Occupancy, Resources, device, devices, occupancy
+from tuner.plan import Launch, Plan, items
+from tuner.space import STAGES, STEP, Stage, Tile, tile_columns
 
-WARP = 32
+# The GPUs' names too: who predicts needs them.
+__all__ = [
+    "FITTED",
+    "TERMS",
+    "Device",
+    "Fit",
+    "Occupancy",
+    "Prediction",
+    "Resources",
+    "device",
+    "devices",
+    "expert_bytes",
+    "floor",
+    "occupancy",
+    "predict",
+    "predict_op",
+]
+
 SECTOR = 32  # bytes
 DRAM_ATOM = 64  # bytes an HBM2 access moves
-TRAFFIC_NORM = 3.0  # DRAM and L2 move the same bytes in step: nearly the longer of the two
-OVERLAP_NORM = 1.5
-ISSUE_SHARE = 0.8  # of its slots a scheduler with enough warps fills; the rest are dependences and pipe conflicts
 
 # What no layout can do without, a group and column: f16 scale and 4-bit zero point. It is also what the awq layout has.
 FLOOR_STATS_BYTES = 2.5
 
-TERMS = ("memory", "l2", "latency", "issue", "launch", "prologue", "empty", "finish")  # of a Prediction's parts, in us
+# Of a Prediction's parts, in us.
+TERMS = ("memory", "latency", "issue", "spill", "waiting", "launch", "prologue", "finish")
 
-# Instructions, from the kernels' data flow: a weight costs one LOP3 and one FADD, and one FFMA a row.
+TENSOR_STEP = {70: 150.0, 80: 65.0}  # instructions a warp and step, from that compute capability on
+# On the ordinary cores a weight costs one LOP3 and one FADD, and one FFMA a row.
 STATS_INSTRUCTIONS = 30  # a lane, step and four columns: load, unpack, convert
-ROW_INSTRUCTIONS = 16  # a lane, step and row: stage eight activations as floats, read them back, scale the sums
+ROW_INSTRUCTIONS = 16  # a lane, step and row: read eight activations, scale the sums
 STEP_INSTRUCTIONS = 12  # a lane and step: addresses, loop, the load itself
-VOLTA_MMA = 32 + 12  # eight m8n8k4 of four instructions, and shuffles and selections of scales
-AMPERE_MMA = 4  # m16n8k16
-LOOKUP_CLOCKS = 120  # finding a segment's rows: two dependent trips through shared memory and ballots
-BARRIER_CLOCKS = 40
-SINGLE_WARP_CLOCKS = 2.0  # clocks between two instructions of one warp alone on a scheduler
+STAGE_INSTRUCTIONS = 40  # eight f16 activations into shared memory as floats
+# Trips to L2. From the first CTA's start to the segments known, and from the last W2 item to the output, stamps in the
+# op on an H200 gave 1.3 and 0.5 us.
+START_TRIPS, FINISH_TRIPS = 7, 3
+COMBINE_INSTRUCTIONS = 150  # ten routes of a column
+LOOSE_REGISTERS, TIGHT_REGISTERS = 128, 64  # a thread; from no cost of waiting to all of Fit.wait_registers
 
 
 @dataclass(frozen=True)
-class Device:
-    """A GPU as the model and the plan's validity rules see it; units and sources stand in devices.toml."""
+class Fit:
+    """What only measurements can say. Fitted by tuner/calibrate.py; ratios carry over to other GPUs."""
 
-    name: str
-    arch: str
-    sms: int
-    clock_mhz: float
-    bandwidth_gbs: float
-    stream_gbs: float
-    l2_gbs: float
-    l2_bytes: int
-    latency_ns: float
-    l2_latency_ns: float
-    shared_per_sm: int
-    shared_per_block: int
-    shared_reserved: int
-    registers_per_sm: int
-    registers_per_thread: int
-    warps_per_sm: int
-    blocks_per_sm: int
-    threads_per_block: int
-    fp32_lanes: int
-    int_lanes: int
-    issue_per_clock: int
-    launch_us: float
+    dram: float = 0.409  # of the device's latency that an item waits for
+    again: float = 0.2506  # of that, in each further round of loads however far ahead they were asked for
+    dependent: float = 2.524  # clocks between two instructions of one warp alone
+    shared: float = 1.333  # of its CTA's other warps' issue clocks that a warp's step takes longer
+    issue: float = 0.8532  # of its slots that an SM fills
+    instructions: float = 494.6  # of a warp and item, besides its steps
+    w13_clocks: float = 2683  # fixed, of a W13 item alone: ticket, rows, barriers, sums
+    w2_trips: float = 5.363  # fixed, of a W2 item alone, in L2 trips: hidden rows and their two f16 halves
+    spill_free: float = 186.3  # bytes of spills outside the loop over K
+    spill_clocks: float = 2.445  # of an SM for a warp's access of 4 bytes a thread
+    wait: float = 5.002  # L2 trips, for one polling warp an SM
+    wait_spill: float = 0.007988  # the same, a byte of spills
+    wait_registers: float = 10.56  # the same at TIGHT_REGISTERS
 
 
-@cache
-def devices() -> dict[str, Device]:
-    """Every described GPU, by name. Raises RequestError for a table whose keys are not Device's."""
-    tables = tomllib.loads((Path(__file__).parent / "devices.toml").read_text(encoding="utf-8"))
-    wanted = {field.name for field in fields(Device)} - {"name"}
-    for name, table in tables.items():
-        if table.keys() != wanted:
-            raise RequestError(f"devices.toml [{name}]: keys differ from Device's: {sorted(table.keys() ^ wanted)}")
-    return {name: Device(name=name, **table) for name, table in tables.items()}
-
-
-def device(name: str) -> Device:
-    """The GPU whose name stands in `name`, which may be a driver's: "Tesla V100-PCIE-32GB", "NVIDIA H200".
-
-    Raises RequestError with the known names.
-    """
-    known = devices()
-    found = [known[key] for key in known if key.lower() in name.lower()]
-    if len(found) != 1:
-        raise RequestError(
-            f"no description of device {name!r}; described: {', '.join(known)}; add a table to tuner/devices.toml"
-        )
-    return found[0]
-
-
-class BuiltKernel(Protocol):
-    """What the model wants of a build.Image."""
-
-    @property
-    def registers(self) -> int: ...
-    @property
-    def spill_bytes(self) -> int: ...
-    @property
-    def static_shared_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Registers a thread, shared bytes a CTA (static and dynamic), spill stores and loads in bytes a thread."""
-
-    registers: int
-    shared: int
-    spill_bytes: int = 0
-
-    @classmethod
-    def of(cls, image: BuiltKernel, launch: Launch, tokens: int) -> Resources:
-        return cls(image.registers, image.static_shared_bytes + launch.shared.at(tokens), image.spill_bytes)
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    """CTAs and warps resident on one SM, and what stops another CTA."""
-
-    blocks: int
-    warps: int
-    limit: str
+FITTED = Fit()
 
 
 @dataclass(frozen=True)
@@ -147,31 +108,6 @@ class Prediction:
     bound: str
 
 
-def occupancy(dev: Device, threads: int, resources: Resources) -> Occupancy:
-    """Resident CTAs by the rules of NVIDIA's occupancy calculator (registers in units of 256 a warp, warps in fours).
-
-    Raises InvalidConfig where not even one CTA fits.
-    """
-    warps = math.ceil(threads / WARP)
-    a_warp = math.ceil(max(resources.registers, 16) * WARP / 256) * 256
-    register_warps = dev.registers_per_sm // a_warp // 4 * 4
-    shared = math.ceil((resources.shared + dev.shared_reserved) / 256) * 256
-    limits = {
-        "warps": dev.warps_per_sm // warps,
-        "blocks": dev.blocks_per_sm,
-        "registers": register_warps // warps,
-        "shared memory": dev.shared_per_sm // max(shared, 1),
-    }
-    limit, blocks = min(limits.items(), key=lambda item: item[1])
-    too_large = resources.registers > dev.registers_per_thread or resources.shared > dev.shared_per_block
-    if blocks < 1 or too_large or threads > dev.threads_per_block:
-        raise InvalidConfig(
-            f"a CTA of {threads} threads, {resources.registers} registers a thread and {resources.shared} bytes of "
-            f"shared memory does not fit an SM of {dev.name} ({limit}); fewer warps, rows or steps in flight would"
-        )
-    return Occupancy(blocks, blocks * warps, limit)
-
-
 def expert_bytes(contract: Contract, gemm: Gemm) -> float:
     """Bytes of one expert's matrix in the contract's layout: weights, scales and zero points."""
     stats = contract.stats_bytes if contract.layout == "sm70-u4" else FLOOR_STATS_BYTES
@@ -179,23 +115,30 @@ def expert_bytes(contract: Contract, gemm: Gemm) -> float:
 
 
 def floor(contract: Contract, stage: str, active: float, dev: Device) -> float:
-    """Least microseconds to read `active` experts' int4 weights, f16 scales and 4-bit zeros, whatever the layout."""
-    gemm = _gemm(contract, stage)
-    return active * (gemm.k * gemm.n / 2 + gemm.groups * gemm.n * FLOOR_STATS_BYTES) / (dev.bandwidth_gbs * 1e3)
+    """Least microseconds to read `active` experts' int4 weights, f16 scales and 4-bit zeros, whatever the layout.
+
+    stage: w13, w2, or op for both. Raises RequestError for another.
+    """
+    gemms = [contract.w13, contract.w2] if stage == "op" else [_gemm(contract, stage)]
+    nbytes = sum(gemm.k * gemm.n / 2 + gemm.groups * gemm.n * FLOOR_STATS_BYTES for gemm in gemms)
+    return active * nbytes / (dev.bandwidth_gbs * 1e3)
 
 
-def predict_stage(
+def predict_op(
     contract: Contract,
     plan: Plan,
-    stage: str,
     resources: Resources,
     pool: Sequence[tuple[Sequence[int], float]],
     tokens: int,
     dev: Device,
+    stage: str = "op",
+    fit: Fit = FITTED,
 ) -> Prediction:
     """The mean prediction over a pool of (rows of each active expert, weight); raises as predict does."""
     total = math.fsum(weight for _, weight in pool)
-    each = [(predict(contract, plan, stage, resources, rows, tokens, dev), weight / total) for rows, weight in pool]
+    each = [
+        (predict(contract, plan, resources, rows, tokens, dev, stage, fit), weight / total) for rows, weight in pool
+    ]
     parts = {name: math.fsum(found.parts[name] * weight for found, weight in each) for name in each[0][0].parts}
     us = math.fsum(found.us * weight for found, weight in each)
     return Prediction(us, parts, max(TERMS, key=lambda term: parts[term]))
@@ -204,16 +147,17 @@ def predict_stage(
 def predict(
     contract: Contract,
     plan: Plan,
-    stage: str,
     resources: Resources,
     rows_per_segment: Sequence[int],
     tokens: int,
     dev: Device,
+    stage: str = "op",
+    fit: Fit = FITTED,
 ) -> Prediction:
-    """Predicted time of one launch of `stage` with cold weights.
+    """Predicted time of one launch of the plan, cold: `op` of the fused plan, or compact, w13, w2 of the others.
 
-    `rows_per_segment` are the routed rows of each expert that has any, in the order of the experts' first slots.
-    Raises InvalidConfig where no CTA fits the device, RequestError for a stage the plan does not launch.
+    `rows_per_segment` are the routed rows of each expert that has any. Raises InvalidConfig where no CTA fits the
+    device, RequestError for a stage the plan does not launch.
     """
     launch = next((each for each in plan.launches if each.stage == stage), None)
     if launch is None:
@@ -221,201 +165,202 @@ def predict(
             f"plan {plan.name!r} launches no stage {stage!r}: {', '.join(each.stage for each in plan.launches)}"
         )
     held = occupancy(dev, launch.block, resources)
-    segments = [rows for rows in rows_per_segment if rows > 0]
-    work = _Work(contract, plan, stage, launch, segments, tokens, dev)
-    return _join((_spread_w13 if stage == "w13" else _spread_w2)(work, held), work, resources, held)
+    rows = Counter(each for each in rows_per_segment if each > 0)
+    return _Launch(contract, plan, launch, resources, held, rows, tokens, dev, fit).prediction()
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """How one launch's work falls on the GPU."""
+class _Pass:
+    """One item's one pass over its segment's weights."""
 
-    ctas: int  # that do work
-    empty: int  # that look and exit
-    busiest_clocks: float  # instruction clocks of the SM with most work
-    chain_ns: float  # dependent load rounds of the longest CTA, and of those before it on the same SM
-    weight_reads: float  # bytes of weights and statistics read, repeated passes included
-    activation_reads: float  # bytes read through L2
-    finish_clocks: float
-    in_flight: float  # bytes of weights requested at once on the whole GPU
+    items: float  # of the launch that are such
+    alone_ns: float
+    issue_ns: float
+    memory_ns: float
+    spill_ns: float
 
 
-class _Work:
-    """The geometry of one launch, and the cost of its parts."""
+@dataclass(frozen=True)
+class _Launch:
+    """One launch and the cost of its parts. `rows`: how many segments have so many rows."""
 
-    def __init__(
-        self, contract: Contract, plan: Plan, stage: str, launch: Launch, segments: list[int], tokens: int, dev: Device
-    ) -> None:
-        config: W13Config | W2Config = getattr(plan.config, stage)
-        self.gemm = _gemm(contract, stage)
-        self.config, self.launch, self.segments, self.tokens, self.dev = config, launch, segments, tokens, dev
-        self.warps = launch.block // WARP
-        self.slots = tokens * contract.top_k
-        self.columns = tile_columns(contract)
-        self.expert_bytes = expert_bytes(contract, self.gemm)
-        self.steps = math.ceil(self.gemm.k / STEP / config.split_k)  # of one warp and segment
-        self.load_rounds = math.ceil(self.steps / config.unroll)
-        self.dram_factor = self._dram_factor(contract)
-        self.pass_clocks = cache(self._pass_clocks)  # most segments of a step have the same few rows
+    contract: Contract
+    plan: Plan
+    launch: Launch
+    resources: Resources
+    held: Occupancy
+    rows: Mapping[int, int]
+    tokens: int
+    dev: Device
+    fit: Fit
 
-    def _pass_clocks(self, rows: int, warps: int) -> float:
-        """SM clocks of `warps` warps' pass over one segment: shared pipes, then lane sums and split-K partials."""
-        split = self.config.split_k
-        step, end = self._tensor_step() if self.config.family == "tensor" else self._simt_step(rows)
-        partials = 0.0 if split == 1 else 2 * rows * self.columns / 32
-        return warps * (self.steps * step + end + partials) + (0 if split == 1 else BARRIER_CLOCKS)
+    def prediction(self) -> Prediction:
+        dev, ctas = self.dev, self.held.blocks
+        stages = [stage for stage in STAGES if stage in self.launch.families]
+        latency = issue = memory = spill = stream = chain = 0.0
+        for stage in stages:
+            longest = 0.0
+            for rows, count in self.rows.items():
+                passes = list(self.passes(stage, rows))
+                longest = max(longest, sum(each.alone_ns + each.spill_ns for each in passes))
+                for each in passes:
+                    share = each.items * count / dev.sms
+                    terms = (each.alone_ns / ctas, each.issue_ns, each.memory_ns)
+                    latency, issue, memory = (
+                        total + share * term for total, term in zip((latency, issue, memory), terms, strict=True)
+                    )
+                    spill += share * each.spill_ns
+                    stream += share * (math.hypot(*terms) + each.spill_ns)
+            chain += longest
+        combine = self.combine_items * self.warps * self.ns(COMBINE_INSTRUCTIONS / dev.issue_per_clock) / dev.sms
+        body = math.hypot(stream + combine, chain)
+        trips = dev.l2_latency_ns
+        us = {
+            "memory": memory,
+            "latency": max(latency, chain),
+            "issue": issue + combine,
+            "spill": spill,
+            "waiting": self.waiting_trips() * trips,
+            "launch": dev.launch_us * 1e3,
+            "prologue": START_TRIPS * trips + self.empty_ns(),
+            "finish": FINISH_TRIPS * trips,
+        }
+        us = {name: ns / 1e3 for name, ns in us.items()}
+        total = body / 1e3 + us["waiting"] + us["launch"] + us["prologue"] + us["finish"]
+        return Prediction(total, {**us, **self.counts(stages)}, max(TERMS, key=lambda term: us[term]))
 
-    def _simt_step(self, rows: int) -> tuple[float, float]:
-        """SM clocks of a warp's step, and of adding up the lanes after the last."""
-        dev = self.dev
-        weights = STEP * self.columns / WARP  # of a lane
-        stats = STATS_INSTRUCTIONS * self.columns / 32
-        fp32 = weights * (1 + rows) + stats / 2 + rows * ROW_INSTRUCTIONS / 2
-        integer = weights + stats / 2 + STEP_INSTRUCTIONS
-        total = weights * (2 + rows) + stats + rows * ROW_INSTRUCTIONS + STEP_INSTRUCTIONS
-        step = max(total / dev.issue_per_clock, fp32 * WARP / dev.fp32_lanes, integer * WARP / dev.int_lanes)
-        # Two shuffles and two adds for each of a lane's sums.
-        return step, 4 * rows * self.columns / 8 / dev.issue_per_clock
+    @property
+    def segments(self) -> int:
+        return sum(self.rows.values())
 
-    def _tensor_step(self) -> tuple[float, float]:
-        """The same on tensor cores, whatever the rows."""
-        dev = self.dev
-        volta = int(dev.arch.removeprefix("sm_")) < 80
-        mma, sums = (VOLTA_MMA, 32) if volta else (AMPERE_MMA, 8)
-        fp32 = 4 * 5 + sums  # of a column: four subtractions of pairs and a conversion; the scaling of the sums
-        integer = 4 * 11 + STEP_INSTRUCTIONS
-        total = fp32 + integer + mma
-        step = max(total / dev.issue_per_clock, fp32 * WARP / dev.fp32_lanes, integer * WARP / dev.int_lanes)
-        return step, (sums * 3 + 40) / dev.issue_per_clock
+    @property
+    def warps(self) -> int:
+        return self.launch.block // WARP
 
-    def passes(self, rows: int) -> int:
-        return math.ceil(rows / self.config.rows)
+    @property
+    def resident(self) -> int:
+        """CTAs on the whole GPU at once."""
+        return min(
+            self.dev.sms * self.held.blocks, max(1, math.prod(size.at(self.tokens) for size in self.launch.grid))
+        )
 
-    def segment_clocks(self, rows: int, warps: int) -> float:
-        """All passes over a segment; a last SIMT pass of a lone row computes one row, any other all that a pass has."""
-        full, rest = divmod(rows, self.config.rows)
-        last = self.pass_clocks(1 if rest == 1 else self.config.rows, warps) if rest else 0.0
-        return (full * self.pass_clocks(self.config.rows, warps) if full else 0.0) + last
-
-    def segment_ns(self, rows: int) -> float:
-        """Load rounds of one warp on one segment: from DRAM once, from L2 in the later passes."""
-        return self.load_rounds * (self.dev.latency_ns + (self.passes(rows) - 1) * self.dev.l2_latency_ns)
-
-    def efficiency(self, warps: float) -> float:
-        """Share of the issue slots that `warps` resident warps of an SM can fill."""
-        return ISSUE_SHARE * min(1.0, warps / self.dev.issue_per_clock / SINGLE_WARP_CLOCKS)
+    @property
+    def combine_items(self) -> int:
+        if self.launch.stage not in ("op", "w2"):
+            return 0
+        return self.tokens * math.ceil(self.contract.hidden / self.launch.block)
 
     def ns(self, clocks: float) -> float:
         return clocks * 1e3 / self.dev.clock_mhz
 
-    def in_flight(self, warps: float) -> float:
-        """Bytes of weights and statistics that `warps` warps have requested at once."""
-        stats = (self.expert_bytes - self.gemm.k * self.gemm.n / 2) / self.gemm.groups / self.gemm.n
-        a_step = STEP * self.columns / 2 + self.columns * stats * STEP / self.gemm.group
-        return warps * min(self.config.unroll, self.steps) * a_step
+    def items(self, stage: Stage) -> int:
+        """Of one segment."""
+        return items(self.contract, stage, self.plan.config.stage(stage))
 
-    def _dram_factor(self, contract: Contract) -> float:
+    def passes(self, stage: Stage, rows: int) -> Iterator[_Pass]:
+        """The passes over a segment of so many rows: its weights come from DRAM once, from L2 after that."""
+        dev, fit, tile, gemm = self.dev, self.fit, self.plan.config.stage(stage), _gemm(self.contract, stage)
+        steps = gemm.k // STEP // tile.split_k  # of a warp
+        rounds = steps / tile.unroll
+        weights = tile.tiles * tile_columns(self.contract) / gemm.n * expert_bytes(self.contract, gemm)
+        # Spills that a round of loads repeats are in W13's loop, which is the longer.
+        spilled = max(0.0, self.resources.spill_bytes - fit.spill_free) / 4 if stage == "w13" else 0.0
+        for first in range(0, rows, tile.rows):
+            count = min(rows - first, tile.rows)
+            instructions, clocks = self.step(tile, count)
+            # While its CTA is alone, a warp's instructions wait for one another and for its siblings'.
+            step_ns = self.ns(instructions * fit.dependent + fit.shared * math.ceil(self.warps / 4) * 4 * clocks)
+            trip_ns = fit.dram * (dev.latency_ns if first == 0 else dev.l2_latency_ns)
+            # A step asks for its successor when it is done; and the slowest of a round's loads hold up the round.
+            waits = (rounds - 1) * max(fit.again * trip_ns, trip_ns - (tile.unroll - 1) * step_ns)
+            staged = STAGE_INSTRUCTIONS * count * gemm.k / 8 / self.launch.block if tile.family == "simt" else 0.0
+            fixed = self.ns(fit.w13_clocks) if stage == "w13" else fit.w2_trips * dev.l2_latency_ns
+            fixed += self.ns(staged * fit.dependent)
+            slots = self.warps * (steps * clocks + (fit.instructions + staged) / dev.issue_per_clock)
+            read = count * gemm.k * (2 if stage == "w13" else 4)
+            yield _Pass(
+                items=self.items(stage),
+                alone_ns=fixed + trip_ns + steps * step_ns + waits,
+                issue_ns=self.ns(slots / fit.issue),
+                memory_ns=dev.sms
+                * max(
+                    weights * self.waste(tile) / dev.stream_gbs if first == 0 else 0.0,
+                    (weights + read) / dev.l2_gbs,
+                ),
+                spill_ns=self.ns(spilled * rounds * self.warps * fit.spill_clocks),
+            )
+
+    def step(self, tile: Tile, rows: int) -> tuple[float, float]:
+        """Of a warp's step for a pass of so many rows: instructions that wait for one another, as a further row's
+        do not, and the SM's clocks to issue all."""
+        dev = self.dev
+        if tile.family == "tensor":
+            found = TENSOR_STEP[80 if int(dev.arch.removeprefix("sm_")) >= 80 else 70]
+            return found, found / dev.issue_per_clock
+        rows = 1 if rows == 1 else tile.rows
+        weights = STEP * tile_columns(self.contract) / WARP  # of a lane
+        stats = STATS_INSTRUCTIONS * tile_columns(self.contract) / 32
+        fp32 = weights * (1 + rows) + stats / 2 + rows * ROW_INSTRUCTIONS / 2
+        integer = weights + stats / 2 + STEP_INSTRUCTIONS
+        alone = weights * 3 + stats + ROW_INSTRUCTIONS + STEP_INSTRUCTIONS
+        found = alone + (rows - 1) * (weights + ROW_INSTRUCTIONS)
+        clocks = max(found / dev.issue_per_clock, fp32 * WARP / dev.fp32_lanes, integer * WARP / dev.int_lanes)
+        return alone, clocks
+
+    def waste(self, tile: Tile) -> float:
         """DRAM bytes moved over bytes wanted; the neighbouring tile finds half of a short run's waste in L2."""
-        tiles = self.config.tiles if isinstance(self.config, W13Config) else 1
-        if contract.layout == "awq":
-            weights, stats = tiles * self.columns / 2, tiles * self.columns * 2
-        else:
-            weights, stats = 512.0, tiles * self.columns * contract.stats_bytes
-        share = self.gemm.k * self.gemm.n / 2 / self.expert_bytes
-        return share * _half_waste(weights) + (1 - share) * _half_waste(stats)
+        columns = tile.tiles * tile_columns(self.contract)
+        if self.contract.layout == "awq":
+            return _half_waste(columns / 2)
+        gemm = self.contract.w13
+        share = gemm.k * gemm.n / 2 / expert_bytes(self.contract, gemm)
+        return share + (1 - share) * _half_waste(columns * self.contract.stats_bytes)
 
+    def waiting_trips(self) -> float:
+        """What polling warps cost. CTAs that come too early for W13 hold W2 items, and after those combine's."""
+        fit, regs = self.fit, self.resources.registers
+        if not self.combine_items or not self.rows:
+            return 0.0
+        working = self.segments * self.items("w13" if self.launch.stage == "op" else "w2")
+        free = max(0, self.resident - working)
+        rows = sum(count * min(rows, self.warps, 4) for rows, count in self.rows.items()) / self.segments
+        early = min(free, self.segments * self.items("w2")) if self.launch.stage == "op" else 0
+        polling = early * rows + min(free - early, self.combine_items) * self.warps
+        tight = max(0.0, (LOOSE_REGISTERS - regs) / (LOOSE_REGISTERS - TIGHT_REGISTERS))
+        cost = fit.wait + fit.wait_registers * tight + fit.wait_spill * self.resources.spill_bytes
+        return math.sqrt(polling / self.dev.sms) * cost
 
-def _spread_w13(work: _Work, held: Occupancy) -> _Spread:
-    """A CTA for each (column tiles, slot); those whose slot is not the first of its expert exit at once."""
-    dev, segments = work.dev, work.segments
-    across, down = (each.at(work.tokens) for each in work.launch.grid)
-    ctas = len(segments) * across
-    on_gpu = dev.sms * held.blocks
-    clocks = [work.segment_clocks(rows, work.warps) for rows in segments] or [0.0]
-    chains = [work.segment_ns(rows) for rows in segments] or [0.0]
-    on_busiest = math.ceil(ctas / dev.sms)
-    resident = min(held.warps, on_busiest * work.warps)
-    # The busiest SM has its fair share of the CTAs rounded up, or the one CTA with most rows.
-    busiest = max(on_busiest * sum(clocks) / len(clocks), max(clocks)) / max(work.efficiency(resident), 1e-3)
-    waves = max(1.0, ctas / on_gpu)
-    reads = sum(work.passes(rows) for rows in segments)
-    return _Spread(
-        ctas=ctas,
-        empty=across * down - ctas,
-        busiest_clocks=busiest,
-        chain_ns=max(chains) + (waves - 1) * sum(chains) / len(chains),
-        weight_reads=reads * work.expert_bytes,
-        activation_reads=sum(segments) * work.gemm.k * 2 * across,
-        finish_clocks=BARRIER_CLOCKS + 60,
-        in_flight=work.in_flight(min(ctas, on_gpu) * work.warps),
-    )
+    def empty_ns(self) -> float:
+        """CTAs beyond those with work hold their place for one look; a launch by ticket has none."""
+        if self.launch.by_ticket or self.launch.stage not in STAGES:
+            return 0.0
+        grid = math.prod(size.at(self.tokens) for size in self.launch.grid)
+        empty = grid - self.segments * self.items("w13")
+        return max(0, empty) / (self.dev.sms * self.held.blocks) * self.dev.l2_latency_ns
 
+    def counts(self, stages: Sequence[Stage]) -> dict[str, float]:
+        of = {stage: self.segments * self.items(stage) for stage in stages}
+        once = sum(self.segments * expert_bytes(self.contract, _gemm(self.contract, stage)) for stage in stages)
+        moved = sum(
+            self.segments
+            * expert_bytes(self.contract, _gemm(self.contract, stage))
+            * self.waste(self.plan.config.stage(stage))
+            for stage in stages
+        )
+        return {
+            "bytes": once,
+            "sectors": math.ceil(moved / SECTOR),
+            "items": sum(of.values()) + self.combine_items,
+            "waves": (sum(of.values()) + self.combine_items) / (self.dev.sms * self.held.blocks),
+            "warps_per_sm": self.held.warps,
+            "bytes_in_flight": max((self.in_flight(stage) for stage in stages), default=0.0),
+        }
 
-def _spread_w2(work: _Work, held: Occupancy) -> _Spread:
-    """A CTA for each column tile; its groups of warps take the segments in turn, then combine the routes."""
-    dev, config = work.dev, work.config
-    assert isinstance(config, W2Config)
-    ctas = math.prod(each.at(work.tokens) for each in work.launch.grid)
-    clocks, chains = [0.0] * config.segments, [0.0] * config.segments
-    for index, rows in enumerate(work.segments):
-        group = index % config.segments
-        clocks[group] += work.segment_clocks(rows, config.split_k)
-        chains[group] += work.segment_ns(rows) + work.ns(LOOKUP_CLOCKS)
-    # An SM issues for all its groups at once; when the others are done, the one with most work goes on alone.
-    busy_groups = sum(clocks) / max(clocks) if work.segments else 0.0
-    on_busiest = math.ceil(ctas / dev.sms)
-    resident = min(held.warps, on_busiest * busy_groups * config.split_k)
-    lookups = work.slots * 15 * math.ceil(work.slots / WARP) * config.split_k / dev.issue_per_clock
-    busiest = on_busiest * (sum(clocks) / max(work.efficiency(resident), 1e-3) + lookups / ISSUE_SHARE)
-    reads = sum(work.passes(rows) for rows in work.segments)
-    combine = math.ceil(work.tokens * work.columns / work.launch.block) * (work.slots / max(work.tokens, 1)) * 12
-    return _Spread(
-        ctas=ctas,
-        empty=0,
-        busiest_clocks=busiest if work.segments else 0.0,
-        chain_ns=max(1.0, ctas / (dev.sms * held.blocks)) * max(chains),
-        weight_reads=reads * work.expert_bytes,
-        activation_reads=sum(work.segments) * work.gemm.k * 4 * ctas,
-        finish_clocks=2 * BARRIER_CLOCKS + combine,
-        in_flight=work.in_flight(min(ctas, dev.sms * held.blocks) * busy_groups * config.split_k),
-    )
-
-
-def _join(spread: _Spread, work: _Work, resources: Resources, held: Occupancy) -> Prediction:
-    dev = work.dev
-    once = len(work.segments) * work.expert_bytes
-    moved = once * work.dram_factor + work.slots * work.gemm.k * 2
-    # A spilled byte is stored and loaded once a step by every thread; it stays in L1 but takes issue slots.
-    spill = 1 + resources.spill_bytes / 4 / (STEP * 3)
-    look_ns = 2 * dev.l2_latency_ns + work.ns(
-        30 * math.ceil(work.slots / WARP)
-    )  # ids, then which slots share an expert
-    us = {
-        "memory": moved / (dev.stream_gbs * 1e3),
-        "l2": (spread.weight_reads + spread.activation_reads) / (dev.l2_gbs * 1e3),
-        "latency": spread.chain_ns / 1e3,
-        "issue": spread.busiest_clocks * spill / dev.clock_mhz,
-        "launch": dev.launch_us,
-        "prologue": look_ns / 1e3,
-        # An exiting CTA holds its place on an SM for one look at the ids.
-        "empty": spread.empty / (dev.sms * held.blocks) * look_ns / 1e3,
-        "finish": spread.finish_clocks / dev.clock_mhz + dev.l2_latency_ns / 1e3,
-    }
-    data = _joint(us["memory"], us["l2"], TRAFFIC_NORM) + us["latency"]
-    total = _joint(data, us["issue"], OVERLAP_NORM) + us["launch"] + us["prologue"] + us["empty"] + us["finish"]
-    counts = {
-        "bytes": once,
-        "sectors": math.ceil(moved / SECTOR),
-        "active_ctas": spread.ctas,
-        "waves": spread.ctas / (dev.sms * held.blocks),
-        "warps_per_sm": held.warps,
-        "bytes_in_flight": spread.in_flight,
-    }
-    return Prediction(total, {**us, **counts}, max(TERMS, key=lambda term: us[term]))
-
-
-def _joint(one: float, other: float, norm: float) -> float:
-    return float((one**norm + other**norm) ** (1 / norm))
+    def in_flight(self, stage: Stage) -> float:
+        """Bytes of weights and statistics that the resident CTAs can have asked for at once."""
+        tile, gemm = self.plan.config.stage(stage), _gemm(self.contract, stage)
+        a_step = expert_bytes(self.contract, gemm) / gemm.n / gemm.k * STEP * tile_columns(self.contract)
+        return min(self.resident, self.segments * self.items(stage)) * self.warps * tile.unroll * a_step
 
 
 def _half_waste(run: float) -> float:
