@@ -1,9 +1,21 @@
 """The command line: one function a command; each parses, calls, prints, and holds no logic of its own."""
 
+import os
+import signal
+import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+
+    def leave(*_: object) -> None:
+        """What click does at Ctrl-C, while modules load: click is not there yet, and they may swallow an exception."""
+        os.write(2, b"\nAborted!\n")
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, leave)
+
 import errno
 import io
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +24,23 @@ from typing import Any
 
 try:
     import click
+    import numpy.random  # noqa: F401  NumPy would load it at its first use, and lose a Ctrl-C meanwhile
 
+    from tuner import (
+        __version__,
+        bench,
+        checks,
+        inspection,
+        jobs,
+        options,
+        plan,
+        render,
+        report,
+        trial,
+        verify,
+        winners,
+    )
     from tuner import checkpoint as checkpoints
-    from tuner import checks, inspection, jobs, options, plan, render, verify, winners
     from tuner import contract as contracts
     from tuner import doctor as doctors
     from tuner.errors import VoltuneError
@@ -47,6 +73,7 @@ class Group(click.Group):
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="voltune", message="%(prog)s %(version)s")
 def main() -> None:
     """Generates, verifies and tunes SM70 CUDA kernels for AWQ mixture-of-experts decode.
 
@@ -61,7 +88,7 @@ config_option = click.option(
     "--config",
     "config_key",
     metavar="KEY",
-    help="A configuration such as t1-k8-u5-r2+s16-k1-u5-r2; by default each level's winner in --set.",
+    help="A configuration such as simt-t1-k8-u5-r2+simt-t8-k1-u5-r2+m512; by default each level's winner in --set.",
 )
 set_option = click.option(
     "--set",
@@ -143,7 +170,9 @@ def contracts_command(name: str | None, checkpoint: Path | None, as_json: bool) 
 @main.command("tune")
 @contract_option
 @tokens_option
-@click.option("--trials", type=click.IntRange(min=1), help="Configurations a level and stage; by default all.")
+@click.option(
+    "--trials", type=click.IntRange(min=1), default=32, show_default=True, help="Configurations a level, at most."
+)
 @click.option("--budget", metavar="TIME", help="Time for all trials, such as 90s, 10m or 2h.")
 @click.option(
     "--evaluator",
@@ -179,7 +208,7 @@ def contracts_command(name: str | None, checkpoint: Path | None, as_json: bool) 
 def tune_command(
     contract_name: str,
     concurrency: str | None,
-    trials: int | None,
+    trials: int,
     budget: str | None,
     evaluator: jobs.EvaluatorName,
     gpu: str | None,
@@ -214,7 +243,7 @@ def tune_command(
 
 @contextmanager
 def progress_line() -> Iterator[jobs.Show]:
-    """One line on stderr, rewritten on a terminal; elsewhere a new one a stage and every so often. Notes stay."""
+    """One line on stderr, rewritten on a terminal; elsewhere a new one a phase and every so often. Notes stay."""
     last, said = "", 0.0
 
     def show(key: str, text: str) -> None:
@@ -244,7 +273,7 @@ def progress_line() -> Iterator[jobs.Show]:
     type=click.Choice(plan.PLANS),
     default="fused",
     show_default=True,
-    help="fused: the op in two launches; the others: its stages alone, after a compaction.",
+    help="fused: the op in one launch; the others: its stages alone, after a compaction.",
 )
 @click.option(
     "--output",
@@ -287,6 +316,11 @@ def render_command(
 @set_option
 @tokens_option
 @click.option("--gpu", default=jobs.DEFAULT_GPU, show_default=True, help="The described GPU to inspect for.")
+@click.option(
+    "--record",
+    is_flag=True,
+    help="Also write what the machine code shows into the set, where tests hold later kernels to it.",
+)
 @json_option
 def inspect_command(
     contract_name: str,
@@ -294,17 +328,34 @@ def inspect_command(
     set_folder: Path | None,
     concurrency: str | None,
     gpu: str,
+    record: bool,
     as_json: bool,
 ) -> None:
-    """Show what each kernel of a level needs: registers, occupancy, bytes, and the floor those bytes set."""
+    """Show what each kernel of a level needs: registers, occupancy, bytes, and the floor those bytes set.
+
+    For a V100 also what its machine code does for each eight weights.
+    """
+    if record and concurrency is not None:
+        raise click.UsageError("--record is of all levels: leave --concurrency out")
     chosen = contracts.load(contract_name)
     configs = options.configs(chosen, config_key, set_folder, options.levels(chosen, concurrency))
     found = inspection.inspect(chosen, configs.by_level, gpu)
+    code = inspection.machine_code(chosen, configs.by_level, gpu)
+    written = inspection.record(configs, code, gpu) if record else None
     if as_json:
-        print_json({"configs": configs.origin, "gpu": gpu, "kernels": [row.to_dict() for row in found]})
+        rows = {"kernels": [row.to_dict() for row in found], "code": [each.to_dict() for each in code]}
+        print_json({"configs": configs.origin, "gpu": gpu, **rows})
         return
     click.echo(f"{chosen.name} for {gpu}; configurations: {configs.origin}")
     table(inspection.HEADERS, (row.cells() for row in found))
+    if code:
+        click.echo("\nmachine code, built for sm_70")
+        table(inspection.CODE_HEADERS, inspection.code_rows(code))
+    for each in code:
+        for fault in each.faults:
+            click.echo(f"FAULT {each.stage} at {each.tokens} tokens: {fault}")
+    if written is not None:
+        click.echo(f"\nrecorded in {written}")
 
 
 @main.command("verify")
@@ -366,6 +417,91 @@ def verify_command(
         sys.exit(1)
 
 
+@main.command("bench")
+@contract_option
+@config_option
+@click.option(
+    "--set",
+    "set_folders",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A tuned set, given once for each; by default all of the contract in tuned/ and generated/.",
+)
+@tokens_option
+@click.option(
+    "--routing",
+    metavar="NAMES",
+    help="Routings such as uniform,hot, or recorded .json or .npy files; by default uniform,zipf,hot.",
+)
+@click.option(
+    "--code",
+    type=click.Choice(("auto", "cubin", "ptx", "native")),
+    default="auto",
+    show_default=True,
+    help="What the GPU runs, as in tune.",
+)
+@click.option("--warm", is_flag=True, help="Also with the same weights and routing in each call.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=trial.SCREEN_ROUNDS),
+    default=bench.ROUNDS,
+    show_default=True,
+    help="Of timing, in which all arms take turns.",
+)
+@click.option(
+    "--ceiling",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Look for the fastest loads among N configurations drawn at random and the winners; by default among all.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of routings, inputs, that draw."
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Also write the JSON to this file.")
+@json_option
+def bench_command(
+    contract_name: str,
+    config_key: str | None,
+    set_folders: tuple[Path, ...],
+    concurrency: str | None,
+    routing: str | None,
+    code: options.CodeName,
+    warm: bool,
+    rounds: int,
+    ceiling: int | None,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the op on this machine's GPU beside its stages, other ways, its loads alone, and the memory's speed."""
+    chosen = contracts.load(contract_name)
+    levels = options.levels(chosen, concurrency)
+    request = bench.Request(
+        contract=chosen,
+        levels=levels,
+        routings=bench.routings(chosen, routing, levels),
+        subjects=bench.subjects(chosen, config_key, set_folders, options.sets(chosen), levels),
+        rounds=rounds,
+        warm=warm,
+        ceiling=ceiling,
+        seed=seed,
+    )
+    if output is not None:
+        bench.check_output(output)
+    with progress_line() as show:
+        found = bench.measure(request, None if code == "auto" else code, show)
+    if output is not None:
+        winners.write_file(output, json.dumps(found.to_dict(), indent=1, sort_keys=True) + "\n")
+    if as_json:
+        print_json(found.to_dict())
+        return
+    for line in found.heading():
+        click.echo(line)
+    for heading, rows in found.sections():
+        click.echo(f"\n{heading}")
+        table(report.HEADERS, rows)
+
+
 @main.command("doctor")
 @json_option
 def doctor_command(as_json: bool) -> None:
@@ -382,4 +518,6 @@ def doctor_command(as_json: bool) -> None:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

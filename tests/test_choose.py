@@ -1,20 +1,22 @@
 """Winners are right first, then fast, and never slower than the default."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from fakes import ComparingEvaluator, FakeEvaluator, FakeVerifier, open_ledger, scattered
-from small import SMALL
+from fakes import FEW, ComparingEvaluator, FakeEvaluator, FakeVerifier, open_ledger, scattered
 
 from tuner import choose, search, space
 from tuner.choose import LevelResult
 from tuner.errors import LaunchFailed, MissingTool
 from tuner.measure import Compared
-from tuner.search import Job, NothingWorks, SearchInterrupted
-from tuner.space import Config, Stage, StageConfig, W13Config
+from tuner.search import Job, NothingWorks, Progress, SearchInterrupted
+from tuner.space import Config
+from tuner.verify import Verdict
 
-DEFAULT = space.default(SMALL)
+DEFAULT = space.default(FEW)
+FAST = next(c for c in space.candidates(FEW) if c != DEFAULT)
+BY_TIME = sorted(space.candidates(FEW), key=lambda config: scattered(config, 1))  # FEW has the levels 1, 2, 5 and 12
 
 
 def chosen(
@@ -22,37 +24,36 @@ def chosen(
     evaluator: FakeEvaluator,
     verifier: FakeVerifier | None = None,
     levels: tuple[int, ...] = (1,),
+    progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[LevelResult, ...]:
-    job = Job(SMALL, levels)
-    with open_ledger(folder, SMALL) as ledger:
+    job = Job(FEW, levels)
+    with open_ledger(folder, FEW) as ledger:
         results = search.tune(job, evaluator, ledger)
-        return choose.winners(job, results, evaluator, ledger, verifier or FakeVerifier())
+        return choose.winners(job, results, evaluator, ledger, verifier or FakeVerifier(), progress)
 
 
-def saving(share: float) -> Callable[[Stage, StageConfig, int], float]:
-    """A scattered in which one W13 configuration saves that share of the default's 100 us, and nothing else any."""
-    fast = best()
+def saving(share: float) -> Callable[[Config, int], float]:
+    """Times in which FAST saves that share of the default's 100 us, and nothing else any."""
 
-    def us(stage: Stage, config: StageConfig, tokens: int) -> float:
-        return 100.0 if config == DEFAULT.stage(stage) else 100.0 * (1 - share) if config == fast else 200.0
+    def us(config: Config, tokens: int) -> float:
+        return 100.0 if config == DEFAULT else 100.0 * (1 - share) if config == FAST else 200.0
 
     return us
 
 
-def best() -> W13Config:
-    found = next(c for c in space.candidates(SMALL, "w13") if c != DEFAULT.w13)
-    assert isinstance(found, W13Config)
-    return found
-
-
-def test_the_fastest_of_each_stage_wins_where_all_are_right(tmp_path: Path) -> None:
+def test_the_fastest_wins_where_all_are_right(tmp_path: Path) -> None:
     (level,) = chosen(tmp_path, FakeEvaluator(us=scattered))
-    for stage in ("w13", "w2"):
-        times = {c: scattered(stage, c, 1) for c in space.candidates(SMALL, stage)}
-        assert times[level.config.stage(stage)] == min(times.values())
-        assert level.choices[stage].winner.us == min(times.values())
-        assert level.choices[stage].default is not None
-        assert level.choices[stage].default.us == times[DEFAULT.stage(stage)]
+    assert level.winner.config == BY_TIME[0]
+    assert level.winner.us == scattered(BY_TIME[0], 1)
+    assert level.default is not None
+    assert (level.default.config, level.default.us) == (DEFAULT, scattered(DEFAULT, 1))
+    assert (level.tokens, level.struck, level.ambiguous) == (1, (), False)
+
+
+def test_each_level_has_its_own_winner(tmp_path: Path) -> None:
+    fast = {1: BY_TIME[3], 2: BY_TIME[7]}
+    found = chosen(tmp_path, FakeEvaluator(us=lambda c, t: 5.0 if c == fast[t] else 50.0), levels=(1, 2))
+    assert {level.tokens: level.winner.config for level in found} == fast
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,8 @@ def test_a_challenger_must_save_three_percent_of_the_default(
     tmp_path: Path, share: float, wins: bool, ambiguous: bool
 ) -> None:
     (level,) = chosen(tmp_path, FakeEvaluator(us=saving(share)))
-    assert level.config.w13 == (best() if wins else DEFAULT.w13)
-    assert level.choices["w13"].ambiguous is ambiguous
-    assert (level.config.w2, level.choices["w2"].ambiguous) == (DEFAULT.w2, False)
+    assert level.winner.config == (FAST if wins else DEFAULT)
+    assert level.ambiguous is ambiguous
 
 
 @pytest.mark.parametrize(("share", "wins"), [(0.06, True), (0.04, False)])
@@ -72,88 +72,105 @@ def test_with_finalists_the_whole_interval_must_lie_beyond_the_margin(tmp_path: 
     evaluator = ComparingEvaluator(us=saving(share))
     evaluator.slack = 0.02
     (level,) = chosen(tmp_path, evaluator)
-    assert level.config.w13 == (best() if wins else DEFAULT.w13)
-    assert level.choices["w13"].ambiguous is not wins
+    assert level.winner.config == (FAST if wins else DEFAULT)
+    assert level.ambiguous is not wins
     if wins:
-        assert level.choices["w13"].winner.interval == pytest.approx((0.04, 0.08))
+        assert level.winner.interval == pytest.approx((0.04, 0.08))
+
+
+def test_finals_decide_over_the_first_figures(tmp_path: Path) -> None:
+    class Otherwise(ComparingEvaluator):
+        def compare(self, configs: Sequence[Config], tokens: int) -> list[Compared]:
+            assert configs[0] == DEFAULT
+            assert set(BY_TIME[: choose.FINALISTS]) <= set(configs)
+            self.us = lambda config, tokens: 5.0 if config == BY_TIME[1] else 50.0
+            return super().compare(configs, tokens)
+
+    (level,) = chosen(tmp_path, Otherwise(us=scattered))
+    assert (level.winner.config, level.winner.us) == (BY_TIME[1], 5.0)
+    assert level.default is not None and level.default.us == 50.0
 
 
 def test_finals_run_once(tmp_path: Path) -> None:
     first, second = ComparingEvaluator(us=scattered), ComparingEvaluator(us=scattered)
-    before = chosen(tmp_path, first)
-    assert chosen(tmp_path, second)[0].config == before[0].config
-    assert (first.compared, second.compared) == (2, 0)
+    (before,), (after,) = chosen(tmp_path, first), chosen(tmp_path, second)
+    assert (after.winner, after.default) == (before.winner, before.default)
+    assert (first.compared, second.compared) == (1, 0)
 
 
 def test_finals_that_fault_leave_the_first_figures_and_the_plain_margin(tmp_path: Path) -> None:
     class Faulting(ComparingEvaluator):
-        def compare(self, stage: Stage, configs: Sequence[StageConfig], tokens: int) -> list[Compared]:
+        def compare(self, configs: Sequence[Config], tokens: int) -> list[Compared]:
             raise LaunchFailed("out of bounds")
 
     (level,) = chosen(tmp_path, Faulting(us=saving(0.04)))
-    assert level.config.w13 == best()
-    assert level.choices["w13"].winner.interval is None
-    with open_ledger(tmp_path, SMALL) as ledger:
-        assert [row["failure"]["class"] for row in ledger.rows("final")] == ["LaunchFailed"] * 2
+    assert level.winner.config == FAST
+    assert level.winner.interval is None
+    with open_ledger(tmp_path, FEW) as ledger:
+        assert [row["failure"]["class"] for row in ledger.rows("final")] == ["LaunchFailed"]
 
 
-def test_the_five_best_of_each_stage_the_default_and_the_winner_are_verified(tmp_path: Path) -> None:
+def test_the_default_and_the_five_best_with_the_winner_are_verified_once_each(tmp_path: Path) -> None:
     verifier = FakeVerifier()
     (level,) = chosen(tmp_path, FakeEvaluator(us=scattered), verifier)
-    verified = [key for key, _ in verifier.calls]
-    assert verified[0] == DEFAULT.key()
-    for stage in ("w13", "w2"):
-        for ranked in level.studies[stage].ranked[:5]:
-            assert any(ranked.config.key() in key.split("+") for key in verified)
-    assert level.config.key() in verified
-    assert len(verified) == len(set(verified)) <= 7
+    assert verifier.calls == [(config.key(), 1) for config in dict.fromkeys([DEFAULT, *BY_TIME[:5]])]
+    assert level.winner.config == BY_TIME[0]
 
 
-@pytest.mark.parametrize("stage", ["w13", "w2"])
-def test_a_wrong_configuration_is_struck_out_and_its_partner_is_not(tmp_path: Path, stage: Stage) -> None:
-    fastest = min(space.candidates(SMALL, stage), key=lambda c: (scattered(stage, c, 1), c.key()))
-    verifier = FakeVerifier(wrong=lambda config: config.stage(stage) == fastest)
-    (level,) = chosen(tmp_path, FakeEvaluator(us=scattered), verifier)
-    assert level.struck == (f"{stage} {fastest.key()}",)
-    assert level.config.stage(stage) == level.studies[stage].ranked[1].config
-    other: Stage = "w2" if stage == "w13" else "w13"
-    assert level.config.stage(other) == level.studies[other].ranked[0].config
+def test_where_emulation_takes_long_the_default_and_the_winner_alone_are_verified(tmp_path: Path) -> None:
+    fastest = min(space.candidates(FEW), key=lambda config: scattered(config, 12))
+    verifier = FakeVerifier()
+    (level,) = chosen(tmp_path, FakeEvaluator(us=scattered), verifier, (12,))
+    assert verifier.calls == [(DEFAULT.key(), 12), (fastest.key(), 12)]
+    assert level.winner.config == fastest
+    assert [verdict["ok"] for verdict in level.verdicts] == [True, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_a_wrong_fastest_is_struck_out_and_the_next_one_wins_verified(tmp_path: Path, tokens: int) -> None:
+    fastest, second, *_ = sorted(space.candidates(FEW), key=lambda config: scattered(config, tokens))
+    verifier = FakeVerifier(wrong=lambda config: config == fastest)
+    (level,) = chosen(tmp_path, FakeEvaluator(us=scattered), verifier, (tokens,))
+    assert level.struck == (fastest.key(),)
+    assert level.winner.config == second
+    assert (second.key(), tokens) in verifier.calls
     assert all(verdict["ok"] for verdict in level.verdicts)
 
 
 def test_no_winner_goes_unverified_however_many_are_wrong(tmp_path: Path) -> None:
-    right = {c for c in space.candidates(SMALL, "w13") if c.key().endswith("r8")} | {DEFAULT.w13}
-    verifier = FakeVerifier(wrong=lambda config: config.w13 not in right)
-    evaluator = FakeEvaluator(us=lambda s, c, t: 5.0 if c in right and c != DEFAULT.w13 else scattered(s, c, t) / 10)
-    (level,) = chosen(tmp_path, evaluator, verifier)
-    assert level.config.w13 in right
-    assert (level.config.key(), 1) in verifier.calls
-    wrong_and_faster = [r for r in level.studies["w13"].ranked if r.us < level.choices["w13"].winner.us]
-    assert {f"w13 {r.config.key()}" for r in wrong_and_faster} <= set(level.struck)
-
-
-def test_a_pair_that_is_wrong_only_together_is_struck_out_together(tmp_path: Path) -> None:
-    first = chosen(tmp_path / "a", FakeEvaluator(us=scattered))[0].config
-    (level,) = chosen(tmp_path / "b", FakeEvaluator(us=scattered), FakeVerifier(wrong=lambda config: config == first))
-    assert level.struck == (f"w13 {first.w13.key()}", f"w2 {first.w2.key()}")
-    assert level.config.w13 != first.w13
-    assert level.config.w2 != first.w2
+    verifier = FakeVerifier(wrong=lambda config: config in BY_TIME[:9])
+    (level,) = chosen(tmp_path, FakeEvaluator(us=scattered), verifier)
+    assert level.winner.config == next(c for c in BY_TIME if c not in BY_TIME[:9])
+    assert (level.winner.config.key(), 1) in verifier.calls
+    assert level.struck == tuple(sorted(config.key() for config in BY_TIME[:9]))
 
 
 def test_a_kernel_that_faults_in_its_check_is_struck_out(tmp_path: Path) -> None:
-    fastest = chosen(tmp_path / "a", FakeEvaluator(us=scattered))[0].config.w13
-    verifier = FakeVerifier(faulting=lambda c: c.w13 == fastest, error=lambda: LaunchFailed("out of bounds"))
-    (level,) = chosen(tmp_path / "b", FakeEvaluator(us=scattered), verifier)
-    assert level.struck == (f"w13 {fastest.key()}",)
-    with open_ledger(tmp_path / "b", SMALL) as ledger:
+    verifier = FakeVerifier(faulting=lambda c: c == BY_TIME[0], error=lambda: LaunchFailed("out of bounds"))
+    (level,) = chosen(tmp_path, FakeEvaluator(us=scattered), verifier)
+    assert level.struck == (BY_TIME[0].key(),)
+    with open_ledger(tmp_path, FEW) as ledger:
         texts = [str(row["verdicts"]) for row in ledger.rows("verdict") if not row["passed"]]
-    assert texts
-    assert all("LaunchFailed: out of bounds" in text for text in texts)
+    assert len(texts) == 1
+    assert "LaunchFailed: out of bounds" in texts[0]
+
+
+def test_progress_is_of_verification_with_never_more_done_than_planned(tmp_path: Path) -> None:
+    for tokens, wrong in ((1, 0), (1, 9), (12, 0), (12, 3)):
+        told: list[Progress] = []
+        bad = sorted(space.candidates(FEW), key=lambda config: scattered(config, tokens))[:wrong]
+        verifier = FakeVerifier(wrong=lambda config, bad=bad: config in bad)  # type: ignore[misc]
+        chosen(tmp_path / f"{tokens}-{wrong}", FakeEvaluator(us=scattered), verifier, (tokens,), told.append)
+        assert [(each.tokens, each.phase, each.done) for each in told] == [
+            (tokens, "verify", done) for done in range(len(verifier.calls))
+        ]
+        assert all(each.done < each.planned for each in told)
+        assert told[0].planned == (2 if tokens == 12 else 6)
 
 
 def test_no_verdict_at_all_is_not_a_pass(tmp_path: Path) -> None:
     class Mute(FakeVerifier):
-        def __call__(self, config: Config, tokens: int):  # type: ignore[no-untyped-def]
+        def __call__(self, config: Config, tokens: int) -> Iterable[Verdict]:
             return []
 
     with pytest.raises(NothingWorks, match="wrong results"):
@@ -163,25 +180,26 @@ def test_no_verdict_at_all_is_not_a_pass(tmp_path: Path) -> None:
 def test_a_wrong_default_is_no_fallback_and_no_baseline(tmp_path: Path) -> None:
     verifier = FakeVerifier(wrong=lambda config: config == DEFAULT)
     (level,) = chosen(tmp_path, FakeEvaluator(us=saving(0.01)), verifier)
-    assert level.config.w13 == best()
-    assert level.choices["w13"].default is None
-    assert not level.choices["w13"].ambiguous
+    assert level.winner.config == FAST
+    assert level.default is None
+    assert not level.ambiguous
 
 
-def test_a_default_that_does_not_run_leaves_the_fastest(tmp_path: Path) -> None:
-    (level,) = chosen(tmp_path, FakeEvaluator(failing=lambda stage, config: config == DEFAULT.stage(stage)))
-    assert level.choices["w13"].default is None
-    assert level.config.w13 == level.studies["w13"].ranked[0].config
+@pytest.mark.parametrize("kind", [FakeEvaluator, ComparingEvaluator])
+def test_a_default_that_does_not_run_leaves_the_fastest(tmp_path: Path, kind: type[FakeEvaluator]) -> None:
+    (level,) = chosen(tmp_path, kind(us=scattered, failing=lambda config: config == DEFAULT))
+    assert level.default is None
+    assert level.winner.config == next(c for c in BY_TIME if c != DEFAULT)
 
 
-def test_nothing_right_is_an_error_that_names_stage_and_level(tmp_path: Path) -> None:
-    with pytest.raises(NothingWorks, match="w13 at 1 tokens"):
+def test_nothing_right_is_an_error_that_names_the_level(tmp_path: Path) -> None:
+    with pytest.raises(NothingWorks, match="at 1 tokens every configuration that ran gave wrong results"):
         chosen(tmp_path, FakeEvaluator(us=scattered), FakeVerifier(wrong=lambda config: True))
 
 
 def test_nothing_that_runs_is_an_error_with_the_first_reason(tmp_path: Path) -> None:
-    with pytest.raises(NothingWorks, match=r"w2 at 1 tokens: none of .* BuildFailed: ptxas said no"):
-        chosen(tmp_path, FakeEvaluator(failing=lambda stage, config: stage == "w2"))
+    with pytest.raises(NothingWorks, match=r"at 1 tokens none of \d+ .* BuildFailed: ptxas said no"):
+        chosen(tmp_path, FakeEvaluator(failing=lambda config: True))
 
 
 def test_a_missing_compiler_is_no_verdict(tmp_path: Path) -> None:
@@ -198,7 +216,7 @@ def test_a_missing_compiler_is_no_verdict(tmp_path: Path) -> None:
 
 def test_verdicts_are_not_repeated_and_ctrl_c_among_them_loses_one(tmp_path: Path) -> None:
     class Interrupted(FakeVerifier):
-        def __call__(self, config: Config, tokens: int):  # type: ignore[no-untyped-def]
+        def __call__(self, config: Config, tokens: int) -> Iterable[Verdict]:
             if len(self.calls) == 3:
                 raise KeyboardInterrupt
             return super().__call__(config, tokens)
@@ -209,8 +227,8 @@ def test_verdicts_are_not_repeated_and_ctrl_c_among_them_loses_one(tmp_path: Pat
     with pytest.raises(SearchInterrupted, match="3 new results"):
         chosen(tmp_path / "cut", FakeEvaluator(us=scattered), first, (1, 2))
     rest, none = FakeVerifier(), FakeVerifier()
-    assert [r.config for r in chosen(tmp_path / "cut", FakeEvaluator(us=scattered), rest, (1, 2))] == [
-        r.config for r in expected
+    assert [r.winner for r in chosen(tmp_path / "cut", FakeEvaluator(us=scattered), rest, (1, 2))] == [
+        r.winner for r in expected
     ]
     assert first.calls + rest.calls == whole.calls
     chosen(tmp_path / "cut", FakeEvaluator(us=scattered), none, (1, 2))

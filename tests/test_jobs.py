@@ -1,6 +1,7 @@
 """The main job on a GPU, which here is a fake that emulates kernels and makes times up; without one, see test_cli."""
 
 import doctest
+import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import tiny
 
-from tuner import jobs, plan, render, space, trial, verify, winners
+from tuner import choose, evaluate, jobs, model, plan, render, space, trial, verify, winners
 from tuner.build import Ahead, Image
+from tuner.contract import Contract
 from tuner.device import GpuInfo
 from tuner.errors import LaunchFailed, MissingTool, RequestError
 from tuner.jobs import Done, Request
@@ -57,15 +59,14 @@ class FakeGpu:
         for one in request.plans:
             if one.name in self.faults:
                 raise self.faults[one.name]
-        us = [fake_us(one, request.stages) for one in request.plans]
+        us = [fake_us(one) for one in request.plans]
         each = np.array(us)[:, None, None] * np.ones((1, request.rounds, len(request.shares)))
         return trial.Raw(each, request.layers, {"limits": ()})
 
 
-def fake_us(made: Plan, stages: tuple[str, ...]) -> float:
+def fake_us(made: Plan) -> float:
     """Nothing like another configuration's; five times as long for all experts."""
-    keys = [made.config.stage(stage).key() for stage in space.STAGES if not stages or stage in stages]
-    return sum(10.0 + zlib.crc32(key.encode()) % 97 for key in keys) * (5 if made.name == "all-experts" else 1)
+    return (10.0 + zlib.crc32(made.config.key().encode()) % 97) * (5 if made.name == "all-experts" else 1)
 
 
 @pytest.fixture
@@ -96,19 +97,53 @@ def test_a_gpu_is_measured_and_the_set_says_which_and_how(gpu: FakeGpu, request_
     assert made.toolchain.items() >= {("driver", "580.1"), ("code", "ptx")}
     level = made.levels[1]
     assert all(verdict["ok"] and verdict["executor"] == gpu.name for verdict in level.verdicts)
-    assert level.us == fake_us(plan.make(request_.contract, level.config), ())
+    assert level.us == fake_us(plan.make(request_.contract, level.config))
 
 
-def test_a_measured_level_has_the_time_of_the_whole_op_and_of_all_experts(gpu: FakeGpu, request_: Request) -> None:
+def test_a_measured_level_has_the_time_of_its_tiles_over_all_experts(gpu: FakeGpu, request_: Request) -> None:
     done, _ = tune(request_)
     level = winners.read(done.folder).levels[1]
-    assert gpu.asked[-1] == ("fused", "all-experts")
-    assert level.whole is not None and level.all_experts is not None
-    assert level.whole["us"] == level.us
+    assert gpu.asked[-1] == ("all-experts",)
+    assert level.all_experts is not None
     assert level.all_experts["us"] == 5 * level.us
     row = next(iter(jobs.winner_rows(done.winners)))
-    assert row[jobs.WINNER_HEADERS.index("one graph us")] == level.us
+    assert row[jobs.WINNER_HEADERS.index("all experts us")] == 5 * level.us
+    assert row[jobs.WINNER_HEADERS.index("resident")] == level.config.resident
     assert len(row) == len(jobs.WINNER_HEADERS)
+    (kept,) = (row for row in ledger_rows(done) if row["kind"] == "all-experts")
+    assert (kept["tokens"], kept["key"], kept["timing"]["us"]) == (1, level.config.key(), 5 * level.us)
+
+
+def ledger_rows(done: Done) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.folder.with_name(f"{done.folder.name}.jsonl").read_text().splitlines()]
+
+
+def test_trials_and_finals_are_of_whole_ops(gpu: FakeGpu, request_: Request) -> None:
+    done, _ = tune(request_)
+    assert gpu.asked == [("fused",), ("fused",), ("fused", "fused"), ("all-experts",)]
+    rows = [row for row in ledger_rows(done) if row["kind"] in ("trial", "final", "verdict")]
+    assert [row["kind"] for row in rows] == ["trial", "trial", "final", "verdict", "verdict"]
+    default = space.default(request_.contract).key()
+    assert (rows[0]["key"], rows[2]["keys"][0], rows[3]["key"]) == (default, default, default)
+    assert all(space.parse(row["key"]).key() == row["key"] for row in rows if row["kind"] != "final")
+    assert not any("stage" in row or "config" in row for row in rows)
+
+
+def test_guesses_of_the_gpus_own_model_are_tried_after_the_default(
+    gpu: FakeGpu, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guess = space.candidates(request_.contract)[7]
+    asked = []
+
+    def guesses(contract: Contract, tokens: int, dev: model.Device) -> tuple[space.Config, ...]:
+        asked.append((contract, tokens, dev.name))
+        return (guess,)
+
+    monkeypatch.setattr(evaluate, "guesses", guesses)
+    done, _ = tune(request_)
+    assert asked == [(request_.contract, 1, "H200")]
+    trials = [row["key"] for row in ledger_rows(done) if row["kind"] == "trial"]
+    assert trials == [space.default(request_.contract).key(), guess.key()]
 
 
 def test_measuring_again_takes_every_time_from_the_ledger_and_leaves_the_bytes(gpu: FakeGpu, request_: Request) -> None:
@@ -120,23 +155,24 @@ def test_measuring_again_takes_every_time_from_the_ledger_and_leaves_the_bytes(g
     assert {path: path.read_bytes() for path in request_.output.rglob("*") if path.is_file()} == before
 
 
-def test_a_level_measured_later_leaves_the_others_whole_op(gpu: FakeGpu, request_: Request) -> None:
+def test_a_level_measured_later_leaves_the_others_as_they_are(gpu: FakeGpu, request_: Request) -> None:
     first, _ = tune(request_)
     both, _ = tune(replace(request_, levels=(2,)))
     made = winners.read(both.folder)
     assert set(made.levels) == {1, 2}
-    assert made.levels[1].whole == winners.read(first.folder).levels[1].whole is not None
+    assert made.levels[1] == winners.read(first.folder).levels[1]
+    assert made.levels[1].all_experts is not None
 
 
-def test_a_whole_op_that_faults_is_noted_and_costs_no_winner(gpu: FakeGpu, request_: Request) -> None:
+def test_all_experts_that_fault_are_noted_and_cost_no_winner(gpu: FakeGpu, request_: Request) -> None:
     gpu.faults["all-experts"] = LaunchFailed("an illegal address")
     done, notes = tune(request_)
-    assert notes == ["C1: the whole op could not be timed: an illegal address"]
-    assert winners.read(done.folder).levels[1].whole is None
+    assert notes == ["C1: the tiles could not be timed over all experts: an illegal address"]
+    assert winners.read(done.folder).levels[1].all_experts is None
     gpu.faults.clear()
     again, notes = tune(request_)
     assert notes == []
-    assert winners.read(again.folder).levels[1].whole is not None
+    assert winners.read(again.folder).levels[1].all_experts is not None
 
 
 def test_ctrl_c_after_the_search_says_how_to_go_on_and_loses_no_trial(gpu: FakeGpu, request_: Request) -> None:
@@ -147,7 +183,7 @@ def test_ctrl_c_after_the_search_says_how_to_go_on_and_loses_no_trial(gpu: FakeG
     gpu.faults.clear()
     gpu.asked.clear()
     tune(request_)
-    assert gpu.asked == [("fused", "all-experts")]
+    assert gpu.asked == [("all-experts",)]
 
 
 def test_a_gpu_nobody_described_is_refused_before_anything_is_timed(gpu: FakeGpu, request_: Request) -> None:
@@ -207,11 +243,10 @@ def test_a_row_marked_ambiguous_is_explained_under_the_table_and_only_then(
     gpu: FakeGpu, request_: Request, ambiguous: bool
 ) -> None:
     made = tune(request_)[0].winners
-    levels = {
-        n: replace(level, stages={s: replace(w, ambiguous=ambiguous) for s, w in level.stages.items()})
-        for n, level in made.levels.items()
-    }
-    notes = jobs._notes(replace(made, levels=levels), Path("folder"))
+    levels = {tokens: replace(level, ambiguous=ambiguous) for tokens, level in made.levels.items()}
+    made = replace(made, levels=levels)
+    assert [row[-1] for row in jobs.winner_rows(made)] == ["AMBIGUOUS" if ambiguous else ""]
+    notes = jobs._notes(made, Path("folder"))
     assert notes[-1] == "Winners: folder; every trial: folder.jsonl"
     assert [note.startswith("AMBIGUOUS: ") and "less than 3%" in note for note in notes[:-1]] == [True] * ambiguous
 
@@ -259,3 +294,33 @@ def test_the_seed_reaches_the_verdicts_weights_routings_and_inputs(
     monkeypatch.setattr(verify, "verify", spy)
     tune(replace(request_, evaluator="model", seed=3, trials=1))
     assert set(seeds) == {(3, 3)}
+
+
+@pytest.mark.parametrize(("many", "orders"), [(1, [(0, 1), (1,)]), (8, [(0, 1), (0, 1)]), (0, [(1,), (1,)])])
+def test_a_level_of_many_tokens_is_verified_in_one_order(
+    gpu: FakeGpu, request_: Request, monkeypatch: pytest.MonkeyPatch, many: int, orders: list[tuple[int, ...]]
+) -> None:
+    found: dict[int, tuple[int, ...]] = {}
+    real = verify.verify
+
+    def spy(*arguments: Any, **options: Any) -> Iterator[Verdict]:
+        found[options["tokens"][0]] = options["orders"]
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(verify, "verify", spy)
+    monkeypatch.setattr(choose, "MANY_TOKENS", many)
+    tune(replace(request_, levels=(1, 2), trials=1))
+    assert found == dict(zip((1, 2), orders, strict=True))
+
+
+def test_a_set_of_the_version_that_tuned_stages_apart_is_refused_before_anything_is_timed(
+    gpu: FakeGpu, request_: Request
+) -> None:
+    folder = request_.output / "tiny/h200-measured"
+    folder.mkdir(parents=True)
+    (folder / winners.MANIFEST).write_text('{"schema": 1}')
+    with pytest.raises(
+        RequestError, match=r"has schema 1, and this Voltune reads 2: .* delete the folder and tune again"
+    ):
+        tune(request_)
+    assert gpu.asked == []

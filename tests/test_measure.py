@@ -20,7 +20,6 @@ from tuner.errors import InvalidConfig, LaunchFailed, TrialTimeout, WrongResult
 from tuner.measure import DeviceEvaluator, DeviceExecutor, Timing
 from tuner.nvml import Clocks
 from tuner.plan import Plan
-from tuner.space import Config, W13Config
 from tuner.verify import Layers
 
 TOKENS = 2
@@ -28,8 +27,9 @@ TOKENS = 2
 CONTRACT = replace(SMALL, experts=48, hidden=512, intermediate=128, routings=(("uniform", 0.75), ("round-robin", 0.25)))
 DEFAULT = space.default(CONTRACT)
 MADE = plan.make(CONTRACT, DEFAULT)
-W13, W2 = (launch.kernel for launch in MADE.launches)
-OTHER = next(c for c in space.candidates(CONTRACT, "w13") if isinstance(c, W13Config) and c != DEFAULT.w13)
+WALKING = plan.make(CONTRACT, DEFAULT, "all-experts")
+(OP,) = (launch.kernel for launch in MADE.launches)
+OTHER = next(c for c in space.candidates(CONTRACT) if c.w13 != DEFAULT.w13)
 LAYERS = Layers(CONTRACT)
 
 
@@ -73,25 +73,26 @@ def test_enough_copies_are_used_that_three_times_the_l2_lies_between_two_uses() 
 
 
 def right_kernels() -> dict[str, Callable[[dict[str, int]], None]]:
-    """Both kernels of the plan, by the float64 reference: W2's writes hidden and output of what W13's was given."""
+    """Kernels of two plans, by the float64 reference: the last one writes the output of what the others were given."""
     given: dict[str, int] = {}
     known = reference.Reference(CONTRACT, LAYERS.weights(0))
 
-    def run_w2(arguments: dict[str, int]) -> None:
+    def last(arguments: dict[str, int]) -> None:
+        given.update(arguments)
         x = at(given["X"], "float16", (TOKENS, CONTRACT.hidden))
         ids = at(given["TOPK_IDS"], "int32", (TOKENS, CONTRACT.top_k))
-        shares = at(arguments["TOPK_WEIGHTS"], "float32", (TOKENS, CONTRACT.top_k))
+        shares = at(given["TOPK_WEIGHTS"], "float32", (TOKENS, CONTRACT.top_k))
         layer = known.exact(x, ids, shares)
-        at(arguments["HIDDEN"], "float32", layer.hidden.shape)[...] = layer.hidden
-        at(arguments["OUT"], "float16", layer.output.shape)[...] = layer.output
+        at(given["OUT"], "float16", layer.output.shape)[...] = layer.output
 
-    return {W13: given.update, W2: run_w2}
+    walking = [launch.kernel for launch in WALKING.launches]
+    return {**dict.fromkeys(walking[:-1], given.update), **dict.fromkeys([OP, walking[-1]], last)}
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A fake GPU in this process, where the executor's jobs then run too."""
-    made = FakeCuda(MADE, right_kernels())
+    made = FakeCuda(replace(MADE, launches=(*MADE.launches, *WALKING.launches)), right_kernels())
     monkeypatch.setattr(device, "_bindings", lambda: (made, made))
 
     def here(self: DeviceExecutor, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
@@ -121,14 +122,14 @@ def evaluator(fake: FakeCuda) -> DeviceEvaluator:
     return DeviceEvaluator(CONTRACT, DeviceExecutor(), LAYERS)
 
 
-def test_a_stage_is_timed_alone_over_every_routing_by_its_share(fake: FakeCuda, evaluator: DeviceEvaluator) -> None:
+def test_the_op_is_timed_over_every_routing_by_its_share(fake: FakeCuda, evaluator: DeviceEvaluator) -> None:
     def cost(launch: dict[str, Any]) -> float:
         uniform, _ = fake.captured
-        assert launch["kernel"] == W13
+        assert launch["kernel"] == OP
         return 10.0 if any(launch is one for one in uniform) else 50.0
 
     fake.us = cost
-    timing = evaluator.evaluate("w13", DEFAULT.w13, TOKENS)
+    timing = evaluator.evaluate(DEFAULT, TOKENS)
     assert timing.details["us_by_routing"] == pytest.approx({"uniform": 10.0, "round-robin": 50.0})
     assert timing.us == pytest.approx(0.75 * 10.0 + 0.25 * 50.0)
     assert (timing.word, timing.device) == ("measured", "sm_70 code on Fake V100")
@@ -147,12 +148,15 @@ def test_between_two_uses_of_a_copy_of_the_weights_three_times_the_l2_is_touched
         return 10.0
 
     fake.us = look
-    timing = evaluator.evaluate("w13", DEFAULT.w13, TOKENS)
-    # W13 of an expert: 512 x 256 nibbles, and 3 bytes for each of 16 groups and 256 columns.
-    touched = 512 * 256 // 2 + 16 * 256 * 3
+    timing = evaluator.evaluate(DEFAULT, TOKENS)
+    # W13 of an expert: 512 x 256 nibbles, and 3 bytes for each of 16 groups and 256 columns; W2 is 128 x 512.
+    touched = 512 * 256 // 2 + 16 * 256 * 3 + 128 * 512 // 2 + 4 * 512 * 3
     for graph in fake.captured:
         assert len(graph) >= 24
         weights = [launch["arguments"]["W13_Q"] for launch in graph]
+        assert len({(launch["arguments"]["W13_Q"], launch["arguments"]["W2_Q"]) for launch in graph}) == len(
+            set(weights)
+        )
         assert len(set(weights)) == timing.details["layers"]
         for copy in set(weights):
             uses = [i for i, one in enumerate(weights) if one == copy]
@@ -166,64 +170,87 @@ def test_between_two_uses_of_a_copy_of_the_weights_three_times_the_l2_is_touched
 def test_where_memory_holds_fewer_copies_the_timing_says_how_cold_it_was(
     fake: FakeCuda, evaluator: DeviceEvaluator
 ) -> None:
-    fake.free_memory = 10_000_000  # two more copies of 3.7 MB in four fifths of it
-    timing = evaluator.evaluate("w13", DEFAULT.w13, TOKENS)
+    fake.free_memory = 15_000_000  # two more copies of 5.6 MB in four fifths of it
+    timing = evaluator.evaluate(DEFAULT, TOKENS)
     assert timing.details["layers"] == 3
     assert 0 < timing.details["cold_bytes"] < timing.details["cold_wanted_bytes"]
 
 
 def test_a_warm_timing_uses_one_routing_and_one_copy(fake: FakeCuda) -> None:
-    DeviceEvaluator(CONTRACT, DeviceExecutor(), LAYERS, warm=True).evaluate("w2", DEFAULT.w2, TOKENS)
+    DeviceEvaluator(CONTRACT, DeviceExecutor(), LAYERS, warm=True).evaluate(DEFAULT, TOKENS)
     for graph in fake.captured:
         assert len(graph) == 24
         assert len({(launch["arguments"]["W2_Q"], launch["arguments"]["OUT"]) for launch in graph}) == 1
 
 
-def test_whole_ops_are_all_launches_of_a_call_each_on_its_own_plans_operands(
+def test_all_experts_are_walked_by_the_same_tiles_on_that_plans_operands(
     fake: FakeCuda, evaluator: DeviceEvaluator
 ) -> None:
-    staged = plan.make(CONTRACT, DEFAULT, "staged")
-    fake.plan = replace(MADE, launches=(*MADE.launches, *staged.launches))
-    compact, w13_listed, w2_listed = (launch.kernel for launch in staged.launches)
-    costs = {W13: 7.0, W2: 4.0, compact: 2.0, w13_listed: 6.0, w2_listed: 5.0}
-    fake.kernels |= {w13_listed: fake.kernels[W13], w2_listed: fake.kernels[W2], compact: fake.kernels[W13]}
+    compact, w13, w2 = (launch.kernel for launch in WALKING.launches)
+    costs = {compact: 2.0, w13: 6.0, w2: 5.0}
     fake.us = lambda launch: costs[launch["kernel"]]
-    timings = evaluator.whole((DEFAULT, "fused"), (DEFAULT, "staged"), tokens=TOKENS)
-    assert [timing.us for timing in timings] == pytest.approx([11.0, 13.0])
-    fused, listed = {launch["kernel"] for launch in fake.captured[0]}, {launch["kernel"] for launch in fake.captured[2]}
-    assert (fused, listed) == ({W13, W2}, {compact, w13_listed, w2_listed})
-    assert all(launch["arguments"]["SEGMENT_ROWS"] for launch in fake.captured[2])
+    timing = evaluator.all_experts(DEFAULT, TOKENS)
+    assert timing.us == pytest.approx(13.0)
+    assert timing.word == "measured"
+    for graph in fake.captured:
+        assert [launch["kernel"] for launch in graph] == [compact, w13, w2] * (len(graph) // 3)
+        assert all(launch["arguments"]["SEGMENT_ROWS"] for launch in graph)
+    sources = render.render(WALKING)
+    assert {launch["image"] for launch in fake.captured[0]} == {source.text.encode() for source in sources.values()}
 
 
-def test_a_wrong_kernel_is_found_before_anything_is_timed(fake: FakeCuda, evaluator: DeviceEvaluator) -> None:
-    right = fake.kernels[W2]
+@pytest.mark.parametrize("name", ["fused", "all-experts"])
+def test_a_wrong_kernel_is_found_before_anything_is_timed(
+    fake: FakeCuda, evaluator: DeviceEvaluator, name: str
+) -> None:
+    last = {"fused": MADE, "all-experts": WALKING}[name].launches[-1].kernel
+    right = fake.kernels[last]
 
     def wrong(arguments: dict[str, int]) -> None:
         right(arguments)
         at(arguments["OUT"], "float16", (TOKENS, CONTRACT.hidden))[1, 5] += np.float16(0.25)
 
-    fake.kernels = {**fake.kernels, W2: wrong}
-    with pytest.raises(WrongResult, match=r"fused plan, C2, uniform.*sm_70 code on Fake V100.*output"):
-        evaluator.evaluate("w13", DEFAULT.w13, TOKENS)
+    fake.kernels = {**fake.kernels, last: wrong}
+    time_it = {"fused": evaluator.evaluate, "all-experts": evaluator.all_experts}[name]
+    with pytest.raises(WrongResult, match=rf"{name} plan, C2, uniform.*sm_70 code on Fake V100.*output"):
+        time_it(DEFAULT, TOKENS)
     assert fake.captured == []
+
+
+def zeros(tokens: int) -> Callable[[dict[str, int]], None]:
+    """A kernel that is wrong."""
+
+    def kernel(arguments: dict[str, int]) -> None:
+        at(arguments["OUT"], "float16", (tokens, CONTRACT.hidden))[...] = 0
+
+    return kernel
+
+
+def test_a_config_is_verified_once_at_a_level_and_again_at_another(fake: FakeCuda, evaluator: DeviceEvaluator) -> None:
+    evaluator.evaluate(DEFAULT, TOKENS)
+    fake.kernels = {**fake.kernels, OP: zeros(TOKENS)}
+    evaluator.evaluate(DEFAULT, TOKENS)
+    fake.kernels = {**fake.kernels, OP: zeros(1)}
+    with pytest.raises(WrongResult, match="C1"):
+        evaluator.evaluate(DEFAULT, 1)
 
 
 def test_a_config_at_twice_the_best_gets_no_more_than_the_screening_rounds(
     fake: FakeCuda, evaluator: DeviceEvaluator
 ) -> None:
-    slow = render.render(plan.make(CONTRACT, Config(OTHER, DEFAULT.w2)))["w13"].text.encode()
+    slow = render.render(plan.make(CONTRACT, OTHER))["op"].text.encode()
     fake.us = lambda launch: 25.0 if launch["image"] == slow else 10.0
-    assert not evaluator.evaluate("w13", DEFAULT.w13, TOKENS).details["screened_out"]
-    timing = evaluator.evaluate("w13", OTHER, TOKENS)
+    assert not evaluator.evaluate(DEFAULT, TOKENS).details["screened_out"]
+    timing = evaluator.evaluate(OTHER, TOKENS)
     assert timing.details["screened_out"]
     assert timing.samples == pytest.approx((25.0,) * 3)
 
 
 def test_finalists_are_interleaved_and_held_against_the_first(fake: FakeCuda, evaluator: DeviceEvaluator) -> None:
-    fast = render.render(plan.make(CONTRACT, Config(OTHER, DEFAULT.w2)))["w13"].text.encode()
+    fast = render.render(plan.make(CONTRACT, OTHER))["op"].text.encode()
     drift = iter(np.linspace(1.0, 2.0, 20_000))
     fake.us = lambda launch: next(drift) * (8.0 if launch["image"] == fast else 10.0)
-    first, second = evaluator.compare("w13", [DEFAULT.w13, OTHER], TOKENS)
+    first, second = evaluator.compare([DEFAULT, OTHER], TOKENS)
     assert (first.low, first.high) == (0.0, 0.0)
     assert first.timing.samples[-1] > 1.01 * first.timing.samples[0]
     assert second.low == pytest.approx(0.2, abs=0.01) and second.high == pytest.approx(0.2, abs=0.01)
@@ -236,7 +263,7 @@ def test_rounds_at_a_lowered_clock_are_discarded_and_counted(
 ) -> None:
     moments = iter([Clocks(1380), Clocks(1380), Clocks(1200), Clocks(1380, 0, ("thermal slowdown",))])
     monkeypatch.setattr(device.Gpu, "clocks", lambda gpu: next(moments, Clocks(1375, 0, ("power cap",))))
-    timing = evaluator.evaluate("w13", DEFAULT.w13, TOKENS)
+    timing = evaluator.evaluate(DEFAULT, TOKENS)
     assert timing.details["discarded_rounds"] == 2
     assert len(timing.samples) == measure.ROUNDS
     assert timing.details["sm_mhz"] == 1380
@@ -248,7 +275,7 @@ def test_a_gpu_that_never_holds_its_clock_is_a_failure_and_no_timing(
     moments = iter([Clocks(1380)])
     monkeypatch.setattr(device.Gpu, "clocks", lambda gpu: next(moments, Clocks(900, 0, ("power brake",))))
     with pytest.raises(LaunchFailed, match=r"60 of 60 rounds, the last at 900 MHz \(power brake\) after 1380 MHz"):
-        evaluator.evaluate("w13", DEFAULT.w13, TOKENS)
+        evaluator.evaluate(DEFAULT, TOKENS)
 
 
 # The process

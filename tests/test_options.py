@@ -9,13 +9,13 @@ from small import SMALL
 from tuner import options, space, winners
 from tuner.contract import Contract
 from tuner.errors import MissingTool, RequestError
-from tuner.space import STAGES, Config, W2Config, W13Config
+from tuner.space import Config
 from tuner.verify import HostExecutor
-from tuner.winners import LevelWinner, StageWinner, Winners
+from tuner.winners import LevelWinner, Winners
 
 # SMALL has the levels 1, 2, 5 and 12.
 DEFAULT = space.default(SMALL)
-OTHER = Config(W13Config("simt", 2, 4, 1, 1), W2Config("simt", 8, 1, 1, 1))
+OTHER = space.parse("simt-t2-k4-u1-r1+simt-t8-k1-u1-r1+m768")
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,9 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 
 def put(folder: Path, config: Config, *, contract: Contract = SMALL, levels: tuple[int, ...] = (1, 5)) -> None:
-    stage = StageWinner(us=2.0, default_us=2.0, floor_us=1.0, registers=32, ambiguous=False, timing={})
-    level = LevelWinner(config, dict.fromkeys(STAGES, stage), ())
+    level = LevelWinner(
+        config=config, us=2.0, default_us=2.0, floor_us=1.0, registers=32, ambiguous=False, timing={}, verdicts=()
+    )
     made = Winners(contract, folder.name, "predicted", "GPU", dict.fromkeys(levels, level), {}, "2026-01-01", "id")
     winners.write(made, folder)
 
@@ -96,7 +97,9 @@ def test_a_users_own_set_comes_before_a_checked_in_one_even_of_a_v100(places: tu
     put(ours / "v100-measured", DEFAULT)
     assert taken().origin == f"winners of {ours}/v100-measured"
     put(own / "h200-measured", OTHER)
-    assert taken() == options.Configs({1: OTHER, 5: OTHER}, "winners of tuned/small/h200-measured")
+    assert taken() == options.Configs(
+        {1: OTHER, 5: OTHER}, "winners of tuned/small/h200-measured", Path("tuned/small/h200-measured")
+    )
 
 
 def test_a_v100s_set_comes_first_and_a_measured_one_before_a_predicted_one(places: tuple[Path, Path]) -> None:

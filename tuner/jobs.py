@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tuner import build, choose, evaluate, host, model, plan, render, search, verify, winners
 from tuner.contract import Contract
@@ -17,7 +17,7 @@ from tuner.ledger import Ledger
 from tuner.measure import DeviceEvaluator, DeviceExecutor
 from tuner.options import CodeName
 from tuner.search import SearchInterrupted
-from tuner.space import STAGES, Config
+from tuner.space import Config
 from tuner.verify import HostExecutor, Layers, Verdict
 from tuner.winners import Winners
 
@@ -27,8 +27,8 @@ NOTE = "note"  # the phase of a line that is to stay
 
 DEFAULT_GPU = "V100-PCIE-32GB"
 WINNER_HEADERS = (
-    *("tokens", "W13", "W2", "us", "floor us", "of floor", "default us", "registers", "verdict"),
-    *("one graph us", "all experts us", "note"),
+    *("tokens", "W13", "W2", "resident", "us", "floor us", "of floor", "default us", "registers", "verdict"),
+    *("all experts us", "note"),
 )
 
 
@@ -157,10 +157,10 @@ def _measure(request: Request, device: DeviceExecutor, show: Show) -> Done:
 def _notes(made: Winners, folder: Path) -> tuple[str, ...]:
     """What stands under the table of winners."""
     where = f"Winners: {folder}; every trial: {folder}.jsonl"
-    if not any(stage.ambiguous for level in made.levels.values() for stage in level.stages.values()):
+    if not any(level.ambiguous for level in made.levels.values()):
         return (where,)
     saved = f"{choose.MARGIN:.0%}"
-    return (f"AMBIGUOUS: in a stage, something looked faster than the default by less than {saved}; it stays.", where)
+    return (f"AMBIGUOUS: something looked faster than the default by less than {saved}; the default stays.", where)
 
 
 def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
@@ -181,11 +181,12 @@ def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
             budget_s=request.budget_s,
             seed=request.seed,
             incumbents={} if earlier is None else {tokens: each.config for tokens, each in earlier.levels.items()},
-            why_invalid=lambda stage, config: plan.why_invalid(contract, stage, config, bench.gpu),
+            guesses=lambda tokens: evaluate.guesses(contract, tokens, bench.gpu),
+            why_invalid=lambda config: plan.why_invalid(contract, config, bench.gpu),
         )
 
         def progress(at: search.Progress) -> None:
-            show(f"{at.tokens}/{at.stage}", _line(at, evaluator.word))
+            show(f"{at.tokens}/{at.phase}", _line(at, evaluator.word))
 
         def verdicts(config: Config, tokens: int) -> Iterator[Verdict]:
             routings = tuple(dict.fromkeys([*(each for each, _ in contract.routings), "single-hot"]))
@@ -197,7 +198,7 @@ def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
                 tokens=(tokens,),
                 routings=routings,
                 inputs=("gaussian",),
-                orders=(0, 1),
+                orders=(0, 1) if tokens <= choose.MANY_TOKENS else (1,),
                 seed=request.seed,
             )
 
@@ -208,14 +209,14 @@ def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
             bench.target,
             evaluator,
             chosen,
-            registers=lambda stage, config: evaluator.image(stage, config).registers,
-            floor=lambda stage, tokens: evaluate.floor(contract, stage, tokens, bench.gpu),
+            registers=lambda config: evaluator.image(config).registers,
+            floor=lambda tokens: evaluate.floor(contract, tokens, bench.gpu),
             toolchain=toolchain,
             date=datetime.date.today().isoformat(),
             ledger=ledger.id,
         )
         if isinstance(evaluator, DeviceEvaluator):
-            made = _with_whole_op(made, evaluator, ledger, show)
+            made = _with_baseline(made, evaluator, ledger, show)
         made = _joined(made, earlier)
         winners.write(made, folder)
     return made, folder
@@ -252,32 +253,30 @@ def _joined(made: Winners, earlier: Winners | None) -> Winners:
     return same if winners.manifest(same) == winners.manifest(earlier) else made
 
 
-def _with_whole_op(made: Winners, evaluator: DeviceEvaluator, ledger: Ledger, show: Show) -> Winners:
-    """Each level with two more timings: all launches in one graph, and the same kernels walking every expert."""
-    known: dict[tuple[int, str], Mapping[str, Any]] = {(row["tokens"], row["key"]): row for row in ledger.rows("whole")}
+def _with_baseline(made: Winners, evaluator: DeviceEvaluator, ledger: Ledger, show: Show) -> Winners:
+    """Each level with the time that its tiles take when they walk every expert."""
+    known = {(row["tokens"], row["key"]): row for row in ledger.rows("all-experts")}
     levels = dict(made.levels)
     for tokens, level in made.levels.items():
         key = level.config.key()
         if (tokens, key) not in known:
-            show("whole", f"C{tokens}: timing the whole op, and its kernels over all {made.contract.experts} experts")
+            show("baseline", f"C{tokens}: timing the winner's tiles over all {made.contract.experts} experts")
             try:
-                timings = evaluator.whole((level.config, "fused"), (level.config, "all-experts"), tokens=tokens)
+                timing = evaluator.all_experts(level.config, tokens)
             except (RequestError, MissingTool):
                 raise
-            except VoltuneError as error:  # the stages' winners stand without it
-                show(NOTE, f"C{tokens}: the whole op could not be timed: {error}")
+            except VoltuneError as error:  # the winner stands without it
+                show(NOTE, f"C{tokens}: the tiles could not be timed over all experts: {error}")
                 continue
-            whole, all_experts = (timing.to_dict() for timing in timings)
-            known[tokens, key] = ledger.append("whole", tokens=tokens, key=key, whole=whole, all_experts=all_experts)
-        found = known[tokens, key]
-        levels[tokens] = replace(level, whole=found["whole"], all_experts=found["all_experts"])
+            known[tokens, key] = ledger.append("all-experts", tokens=tokens, key=key, timing=timing.to_dict())
+        levels[tokens] = replace(level, all_experts=known[tokens, key]["timing"])
     return replace(made, levels=levels)
 
 
 def _line(at: search.Progress, word: str) -> str:
     best = "" if at.best_us is None else f", best {word} {at.best_us:.2f} us"
     left = "" if at.remaining_s is None else f", about {datetime.timedelta(seconds=round(at.remaining_s))} left"
-    return f"C{at.tokens} {at.stage}: {at.done}/{at.planned}{best}{left}"
+    return f"C{at.tokens} {at.phase}: {at.done}/{at.planned}{best}{left}"
 
 
 def templates_digest() -> str:
@@ -292,19 +291,18 @@ def templates_digest() -> str:
 def winner_rows(made: Winners) -> Iterator[tuple[object, ...]]:
     """The table `tune` prints, a row a level, under WINNER_HEADERS."""
     for tokens, level in sorted(made.levels.items()):
-        w13, w2 = (level.stages[stage] for stage in STAGES)
         ok = sum(verdict["ok"] for verdict in level.verdicts)
         yield (
             tokens,
             level.config.w13.key(),
             level.config.w2.key(),
+            level.config.resident,
             level.us,
             level.floor_us,
             f"{level.floor_share:.0%}",
             level.default_us,
-            f"{w13.registers}/{w2.registers}",
+            level.registers,
             f"ok {ok}/{len(level.verdicts)}",
-            None if level.whole is None else level.whole["us"],
             None if level.all_experts is None else level.all_experts["us"],
-            "AMBIGUOUS" if w13.ambiguous or w2.ambiguous else "",
+            "AMBIGUOUS" if level.ambiguous else "",
         )

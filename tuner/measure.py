@@ -14,14 +14,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tuner import plan, render, routing, space, trial, verify
+from tuner import plan, render, routing, trial, verify
 from tuner.build import Ahead, Image
 from tuner.cases import Case, gaussian, make_case
 from tuner.contract import Contract
 from tuner.device import Array, Code, GpuInfo, Operands
 from tuner.errors import LaunchFailed, TrialTimeout, WrongResult
 from tuner.plan import Outputs, Plan, PlanName
-from tuner.space import Config, Stage, StageConfig
+from tuner.render import Source
+from tuner.space import Config
 from tuner.verify import Layers, Subject
 from tuner.worker import Worker
 
@@ -180,9 +181,8 @@ def _is_big(value: Any) -> bool:
 
 
 class DeviceEvaluator:
-    """Times a contract's stages on a GPU, each config verified first.
+    """Times a contract's op on a GPU, each config verified first. The contract's routings count by their weights.
 
-    A stage is timed alone, verified beside the default of the other. The contract's routings count by their weights.
     warm: the same weights and routing in each launch, instead of cold ones.
     """
 
@@ -202,51 +202,48 @@ class DeviceEvaluator:
         self.device = executor.name
         self._executor, self._layers = executor, layers
         self._rank, self._seed, self._warm = rank, seed, warm
-        self._default = space.default(contract)
-        self._best: dict[tuple[Stage, int], float] = {}
+        self._best: dict[int, float] = {}
         self._verified: set[tuple[str, int, str]] = set()
 
-    def prefetch(self, stage: Stage, configs: Sequence[StageConfig]) -> None:
-        """Starts building the stage's kernels in other processes."""
-        self._executor.builds.prefetch([render.render(self._plan(config))[stage] for config in configs])
+    def prefetch(self, configs: Sequence[Config]) -> None:
+        """Starts building the op's kernels in other processes."""
+        self._executor.builds.prefetch([self._source(config) for config in configs])
 
-    def evaluate(self, stage: Stage, config: StageConfig, tokens: int) -> Timing:
-        """Verifies the config at `tokens`, then times its stage; SCREEN_ROUNDS only where it takes DROP times the best.
+    def evaluate(self, config: Config, tokens: int) -> Timing:
+        """Verifies the config at `tokens`, then times it; SCREEN_ROUNDS only where it takes DROP times the best.
 
         Raises BuildFailed, WrongResult, LaunchFailed, TrialTimeout, InvalidConfig, MissingTool.
         """
-        made = self._plan(config)
-        self._verify(made.config, tokens)
-        best = self._best.get((stage, tokens), math.inf)
-        (timing,) = self._time([made], (stage,), tokens, ROUNDS, DROP * best)
-        self._best[stage, tokens] = min(best, timing.us)
+        self._verify(config, tokens)
+        best = self._best.get(tokens, math.inf)
+        (timing,) = self._time([plan.make(self.contract, config)], tokens, ROUNDS, DROP * best)
+        self._best[tokens] = min(best, timing.us)
         return timing
 
-    def compare(self, stage: Stage, configs: Sequence[StageConfig], tokens: int) -> list[Compared]:
+    def compare(self, configs: Sequence[Config], tokens: int) -> list[Compared]:
         """Finalists timed in interleaved rounds, the others against the first. Raises like `evaluate`."""
-        made = [self._plan(config) for config in configs]
-        for one in made:
-            self._verify(one.config, tokens)
-        timings = self._time(made, (stage,), tokens, FINAL_ROUNDS, math.inf)
+        for config in configs:
+            self._verify(config, tokens)
+        made = [plan.make(self.contract, config) for config in configs]
+        timings = self._time(made, tokens, FINAL_ROUNDS, math.inf)
         first = timings[0].samples
         return [Compared(timing, *saving(timing.samples, first, self._seed)) for timing in timings]
 
-    def whole(self, *ops: tuple[Config, PlanName], tokens: int) -> list[Timing]:
-        """The whole op, all launches of each (config, plan), in interleaved rounds. Raises like `evaluate`."""
-        for config, name in ops:
-            self._verify(config, tokens, name)
-        made = [plan.make(self.contract, config, name) for config, name in ops]
-        return self._time(made, (), tokens, FINAL_ROUNDS, math.inf)
+    def all_experts(self, config: Config, tokens: int) -> Timing:
+        """The same tiles walking every expert, without compaction: a baseline. Raises like `evaluate`."""
+        self._verify(config, tokens, "all-experts")
+        (timing,) = self._time([plan.make(self.contract, config, "all-experts")], tokens, ROUNDS, math.inf)
+        return timing
 
-    def image(self, stage: Stage, config: StageConfig) -> Image:
-        """The stage's built kernel. Raises BuildFailed, MissingTool."""
-        return self._executor.builds.image(render.render(self._plan(config))[stage])
+    def image(self, config: Config) -> Image:
+        """The op's built kernel. Raises BuildFailed, MissingTool."""
+        return self._executor.builds.image(self._source(config))
 
-    def _plan(self, config: StageConfig) -> Plan:
-        return plan.make(self.contract, self._default.with_stage(config))
+    def _source(self, config: Config) -> Source:
+        return render.render(plan.make(self.contract, config))["op"]
 
     def _verify(self, config: Config, tokens: int, name: PlanName = "fused") -> None:
-        """Raises WrongResult unless output and hidden are right for each of the contract's routings."""
+        """Raises WrongResult unless the output is right for each of the contract's routings."""
         if (config.key(), tokens, name) in self._verified:
             return
         subject = Subject(config, self._executor, self._layers)
@@ -255,16 +252,13 @@ class DeviceEvaluator:
             local, expected = case.local(self.contract.experts), self._layers.expected(self._rank, case)
             outputs = subject.run(self._rank, case, name)
             *_, reasons = verify.check_output(self.contract, expected, local, outputs.out)
-            reasons += verify.check_hidden(self.contract, expected, local, outputs.hidden)[1]
             if reasons:
                 raise WrongResult(
                     f"{config.key()}, {name} plan, {case.name}, {self._executor.name}: {'; '.join(reasons)}"
                 )
         self._verified.add((config.key(), tokens, name))
 
-    def _time(
-        self, made: Sequence[Plan], stages: tuple[str, ...], tokens: int, rounds: int, drop_us: float
-    ) -> list[Timing]:
+    def _time(self, made: Sequence[Plan], tokens: int, rounds: int, drop_us: float) -> list[Timing]:
         weights, info = self._layers.weights(self._rank), self._executor.info
         drawn = {routed: self._cases(routed, tokens) for routed, _ in self.contract.routings}
         pools = {
@@ -274,14 +268,13 @@ class DeviceEvaluator:
             for one in made
         }
         active = [len(np.unique(case.ids)) for cases in drawn.values() for case in cases]
-        tensors = {"w13": weights.w13, "w2": weights.w2}
-        timed = [tensors[stage] for stage in stages or tensors if stage in tensors]
-        expert = sum(part.nbytes for one in timed for part in (one.q, one.scales, one.zeros) if part is not None)
+        tensors = [part for one in (weights.w13, weights.w2) for part in (one.q, one.scales, one.zeros)]
+        expert = sum(part.nbytes for part in tensors if part is not None)
         touched = min(active) * expert / self.contract.experts
         wanted = 1 if self._warm or not touched else layers_needed(info.l2_bytes, touched)
         images = [self._executor.images(one) for one in made]
         names, shares = zip(*self.contract.routings, strict=True)
-        raw = self._executor.time(trial.Request(made, images, stages, tokens, pools, shares, wanted, rounds, drop_us))
+        raw = self._executor.time(trial.Request(made, images, (), tokens, pools, shares, wanted, rounds, drop_us))
         details = {
             **raw.details,
             "code": self._executor.mode,

@@ -59,10 +59,11 @@ def seconds(text: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class Configs:
-    """A configuration for each level, and where they come from in words."""
+    """A configuration for each level, where they come from in words, and the tuned set if it is one."""
 
     by_level: Mapping[int, Config]
     origin: str
+    folder: Path | None = None
 
 
 def configs(contract: Contract, key: str | None, folder: Path | None, wanted: Sequence[int]) -> Configs:
@@ -78,12 +79,12 @@ def configs(contract: Contract, key: str | None, folder: Path | None, wanted: Se
             raise RequestError(str(error)) from None
         return Configs(dict.fromkeys(wanted, chosen), key)
     default = space.default(contract)
-    for place in [folder] if folder else _sets(contract):
+    for place in [folder] if folder else sets(contract):
         found = winners.read(place)
         if found.contract.digest() == contract.digest():
             missing = [str(n) for n in wanted if n not in found.levels]
             origin = f"winners of {place}" + (f", default at {', '.join(missing)}" if missing else "")
-            return Configs({n: found.levels[n].config if n in found.levels else default for n in wanted}, origin)
+            return Configs({n: found.levels[n].config if n in found.levels else default for n in wanted}, origin, place)
         if folder:
             raise RequestError(
                 f"{folder} is tuned for a contract with digest {found.contract.digest()}, and {contract.name} has "
@@ -92,7 +93,7 @@ def configs(contract: Contract, key: str | None, folder: Path | None, wanted: Se
     return Configs(dict.fromkeys(wanted, default), "default")
 
 
-def _sets(contract: Contract) -> list[Path]:
+def sets(contract: Contract) -> list[Path]:
     """Folders of sets of a contract of that name: a user's own before the checked-in ones, V100s before others."""
     own, ours = ([p.parent for p in base.glob(f"{contract.name}/*/{winners.MANIFEST}")] for base in (TUNED, GENERATED))
     return [p for group in (own, ours) for p in sorted(group, key=lambda p: (not p.name.startswith("v100"), p.name))]

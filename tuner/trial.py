@@ -11,18 +11,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from tuner import dense
 from tuner.build import Image
+from tuner.contract import Contract
 from tuner.device import Array, Call, Code, Gpu, GpuInfo, Kernels, Operands, Replay, Resident, Step
 from tuner.errors import LaunchFailed
 from tuner.nvml import POWER_CAP, Clocks
-from tuner.plan import Outputs, Plan, PlanName
+from tuner.plan import Buffer, Outputs, Plan, PlanName
 
 LAUNCHES = 24
 SCREEN_ROUNDS = 3
+COPY_L2S = 32  # times the L2: so large is the buffer that is copied
 CLOCK_DROP = 0.03  # of the settled clock: a sample taken below is discarded
 _MEMORY_SHARE = 0.8  # of free GPU memory, for copies of the weights
 _KERNELS = 32  # plans kept loaded
@@ -54,9 +57,53 @@ class Request:
     drop_us: float
 
 
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """Some stages of a plan (all when empty)."""
+
+    plan: Plan
+    images: Mapping[str, Image]
+    stages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One token count and routing: by plan name, the operands of each step; layers: copies of the weights wanted."""
+
+    tokens: int
+    pools: Mapping[PlanName, Sequence[Mapping[str, Any]]]
+    layers: int
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSteps:
+    """What the dense arm computes: the weights' operands, and x, ids and route weights of each step."""
+
+    contract: Contract
+    weights: Mapping[str, Any]
+    steps: Sequence[dense.Step]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Arms on one cell, cold and, where wanted, warm."""
+
+    cell: Cell
+    arms: Sequence[Arm]
+    dense: DenseSteps | None
+    warm: bool
+    rounds: int
+
+
+class Timed(Protocol):
+    """Something captured that can be run again and again."""
+
+    def time_us(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class Raw:
-    """us [plan, round, routing], a call; layers: the copies of the weights that fitted."""
+    """us [plan or arm, round, routing], a call; layers: the copies of the weights that fitted."""
 
     us: Array
     layers: int
@@ -70,6 +117,7 @@ class _Session:
         self.gpu = Gpu(ordinal)
         self.held: dict[int, list[Resident]] = {}  # the first is the upload, the others are copies of it
         self._kernels: OrderedDict[tuple[str, ...], Kernels] = OrderedDict()
+        self._copying: Replay | None = None
 
     def kernels(self, plan: Plan, images: Mapping[str, Image], code: Code) -> Kernels:
         """Loaded once for as long as it is used; the driver takes a second to compile PTX."""
@@ -95,6 +143,14 @@ class _Session:
             copies = self.held[held.key]
             copies += [self.gpu.copy(copies[0]) for _ in range(count - len(copies))]
         return [{name: self.held[held.key][i] for name, held in weights.items()} for i in range(count)]
+
+    def copying(self) -> Replay:
+        """A copy of COPY_L2S times the L2, random bytes, from one place on the GPU to another."""
+        if self._copying is None:
+            size = COPY_L2S * self.gpu.info.l2_bytes
+            source = self.gpu.upload(np.random.default_rng(0).integers(1 << 64, size=size // 8, dtype=np.uint64))
+            self._copying = self.gpu.capture_copy(self.gpu.copy(source), source)
+        return self._copying
 
 
 @functools.lru_cache(maxsize=1)
@@ -122,49 +178,131 @@ def run(
 
 def measure(ordinal: int, request: Request, code: Code) -> Raw:
     session = _session(ordinal)
-    gpu = session.gpu
     first = request.plans[0]
-    timed = [launch for launch in first.launches if not request.stages or launch.stage in request.stages]
-    names = {name for launch in timed for name in launch.arguments}
-    given = request.pools[first.name][0][0]
-    weights = {name: value for name, value in given.items() if name in names and isinstance(value, Held)}
-    layers = session.layers(weights, request.layers)
-    count = len(layers) * math.ceil(LAUNCHES / len(layers))
-    steps: dict[PlanName, list[list[Step]]] = {}  # plans of a name share them
-    graphs: list[list[Replay]] = []
-    for plan, images in zip(request.plans, request.images, strict=True):
-        if plan.name not in steps:
-            steps[plan.name] = [
-                [gpu.step(plan, session.operands(one), request.tokens) for one in pool]
-                for pool in request.pools[plan.name]
-            ]
-        kernels = session.kernels(plan, images, code)
-        for step in itertools.chain(*steps[plan.name]):  # fills the workspace that a stage alone reads
-            gpu.launch(Call(plan, kernels, step))
-        gpu.synchronize()
-        graphs.append(
-            [gpu.capture(_calls(plan, kernels, request.stages, pool, layers, count)) for pool in steps[plan.name]]
-        )
-    us, details = _sample(gpu, graphs, np.asarray(request.shares), request.rounds, request.drop_us)
-    for pool in itertools.chain(*steps.values()):
-        gpu.outputs(pool[0])  # its guards, after all that
+    layers = session.layers(_weights(first, request.stages, request.pools[first.name][0][0]), request.layers)
+    beds = [
+        _Bed(session, request.tokens, {name: pools[i] for name, pools in request.pools.items()}, layers, code)
+        for i in range(len(request.shares))
+    ]
+    arms = [Arm(*each, request.stages) for each in zip(request.plans, request.images, strict=True)]
+    graphs = [[bed.graph(arm) for bed in beds] for arm in arms]
+    us, details = _sample(session.gpu, graphs, np.asarray(request.shares), request.rounds, request.drop_us)
+    for bed in beds:
+        bed.check()
     routings = len(request.pools[first.name][0])
-    return Raw(us, len(layers), {**details, "launches": count, "routings": routings, "layers": len(layers)})
+    return Raw(us, len(layers), {**details, "launches": beds[0].count, "routings": routings, "layers": len(layers)})
 
 
-def _calls(
-    plan: Plan,
-    kernels: Kernels,
-    stages: tuple[str, ...],
-    steps: Sequence[Step],
-    layers: Sequence[Mapping[str, Resident]],
-    count: int,
-) -> list[Call]:
-    return [Call(plan, kernels, steps[i % len(steps)].over(layers[i % len(layers)]), stages) for i in range(count)]
+def _weights(plan: Plan, stages: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Held]:
+    """What is held on the GPU of the operands that these stages read."""
+    names = {name for launch in plan.launches if not stages or launch.stage in stages for name in launch.arguments}
+    return {name: value for name, value in given.items() if name in names and isinstance(value, Held)}
+
+
+class _Bed:
+    """The steps of one routing in place on the GPU, and the copies of the weights they take in turn.
+
+    Plans with the same buffers share steps.
+    """
+
+    def __init__(
+        self,
+        session: _Session,
+        tokens: int,
+        pools: Mapping[PlanName, Sequence[Mapping[str, Any]]],
+        layers: Sequence[Mapping[str, Resident]],
+        code: Code,
+    ) -> None:
+        self._session, self._tokens, self._pools, self._code = session, tokens, pools, code
+        self.layers = layers
+        self._steps: dict[tuple[Buffer, ...], list[Step]] = {}
+        self.count = len(layers) * math.ceil(LAUNCHES / len(layers))
+
+    def graph(self, arm: Arm, warm: bool = False) -> Replay:
+        """The arm's calls, each on the next step and the next copy; all of the first step and copy where warm."""
+        gpu, kernels = self._session.gpu, self._session.kernels(arm.plan, arm.images, self._code)
+        steps = self._of(arm.plan)
+        for step in steps:  # fills the workspace that a stage alone reads
+            gpu.launch(Call(arm.plan, kernels, step))
+        gpu.synchronize()
+        places = [0] * LAUNCHES if warm else range(self.count)
+        turns = [(steps[i % len(steps)], self.layers[i % len(self.layers)]) for i in places]
+        return gpu.capture([Call(arm.plan, kernels, step.over(layer), arm.stages) for step, layer in turns])
+
+    def check(self) -> None:
+        """What the kernels left in every step. Raises LaunchFailed as Gpu.outputs does."""
+        for step in itertools.chain(*self._steps.values()):
+            self._session.gpu.outputs(step)
+
+    def _of(self, plan: Plan) -> list[Step]:
+        if plan.buffers not in self._steps:
+            self._steps[plan.buffers] = [
+                self._session.gpu.step(plan, self._session.operands(one), self._tokens)
+                for one in self._pools[plan.name]
+            ]
+        return self._steps[plan.buffers]
+
+
+def screen(ordinal: int, arms: Sequence[Arm], cells: Sequence[Cell], code: Code) -> Array:
+    """us [arm, cell]: medians of SCREEN_ROUNDS cold passes, whatever the clocks: enough to say what is worth more."""
+    session = _session(ordinal)
+    beds = [_bed(session, cell, code) for cell in cells]
+    us = np.zeros((len(arms), len(cells)))
+    for i, arm in enumerate(arms):
+        for j, bed in enumerate(beds):
+            replay = bed.graph(arm)
+            us[i, j] = np.median([replay.time_us() for _ in range(SCREEN_ROUNDS)])
+    for bed in beds:
+        bed.check()
+    return us
+
+
+def compare(ordinal: int, request: Comparison, code: Code) -> Raw:
+    """us [column, round, 0] in interleaved rounds.
+
+    Columns: the arms and, where asked for, the dense arm, cold; the copy; then arms and dense arm again, warm.
+    """
+    session = _session(ordinal)
+    copying = session.copying()  # before the copies of the weights take the memory
+    bed = _bed(session, request.cell, code)
+
+    def columns(warm: bool) -> list[Timed]:
+        made: list[Timed] = [bed.graph(arm, warm) for arm in request.arms]
+        if request.dense is not None:
+            layers = [_resident(session, {**request.dense.weights, **layer}) for layer in bed.layers]
+            steps, count = request.dense.steps, bed.count
+            given = (layers[:1], steps[:1], LAUNCHES) if warm else (layers, steps, count)
+            made.append(dense.capture(request.dense.contract, *given))
+        return made
+
+    graphs = [*columns(warm=False), copying, *(columns(warm=True) if request.warm else ())]
+    us, details = _sample(session.gpu, [[each] for each in graphs], np.ones(1), request.rounds, math.inf)
+    bed.check()
+    return Raw(us, len(bed.layers), {**details, "launches": bed.count, "layers": len(bed.layers)})
+
+
+def run_dense(ordinal: int, request: DenseSteps) -> Array:
+    """The dense arm's output of its first step, f16 [M, H]. Raises MissingTool without torch, LaunchFailed."""
+    return dense.run(request.contract, _resident(_session(ordinal), request.weights), request.steps[0])
+
+
+def _resident(session: _Session, given: Mapping[str, Any]) -> dict[str, Resident]:
+    """Tensors on the GPU, uploaded where they are not there yet."""
+    there = session.operands(given)
+    return {
+        name: session.gpu.upload(value) if isinstance(value, np.ndarray) else value
+        for name, value in there.items()
+        if isinstance(value, np.ndarray | Resident)
+    }
+
+
+def _bed(session: _Session, cell: Cell, code: Code) -> _Bed:
+    held = {name: value for name, value in cell.pools["fused"][0].items() if isinstance(value, Held)}
+    return _Bed(session, cell.tokens, cell.pools, session.layers(held, cell.layers), code)
 
 
 def _sample(
-    gpu: Gpu, graphs: Sequence[Sequence[Replay]], shares: Array, rounds: int, drop_us: float
+    gpu: Gpu, graphs: Sequence[Sequence[Timed]], shares: Array, rounds: int, drop_us: float
 ) -> tuple[Array, dict[str, Any]]:
     """us [plan, round, routing]; each round another plan goes first. A round at a lowered clock is discarded whole."""
     for replay in itertools.chain(*graphs):
@@ -201,7 +339,7 @@ def _sample(
     return np.stack(kept, axis=1), details
 
 
-def _settle(replay: Replay) -> None:
+def _settle(replay: Timed) -> None:
     """Replays until three batches in a row agree within 1 %: for 50 ms at least, a second at most."""
     start = time.monotonic()
     batches: list[float] = []

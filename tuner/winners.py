@@ -23,57 +23,38 @@ from tuner.contract import Contract
 from tuner.errors import InvalidConfig, RequestError
 from tuner.plan import PlanName
 from tuner.search import Evaluator
-from tuner.space import STAGES, Config, Stage, StageConfig
+from tuner.space import Config
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 _KINDS = {
     **dict.fromkeys(("contract_digest", "target", "word", "device", "date", "ledger"), str),
     **dict.fromkeys(("contract", "toolchain", "files"), dict),
     "levels": list,
 }
+_LEVEL_KINDS = {
+    **dict.fromkeys(("tokens", "registers"), int),
+    **dict.fromkeys(("us", "floor_us"), float | int),
+    **dict.fromkeys(("verdicts", "struck"), list),
+    **{"default_us": float | int | None, "ambiguous": bool, "timing": dict, "all_experts": dict | None},
+}
 PLANS: tuple[PlanName, ...] = ("fused", "staged")  # whose kernels a set holds: the whole op, and the stages alone
 
 
 @dataclass(frozen=True)
-class StageWinner:
-    """One stage's part of a level's winner; all times in microseconds, in the word of the set."""
+class LevelWinner:
+    """The winner of one token count, with every verdict that admitted it; times in microseconds, in the set's word."""
 
+    config: Config
     us: float
     default_us: float | None  # None where the default failed
-    floor_us: float
+    floor_us: float  # what the weights' bytes alone take
     registers: int
     ambiguous: bool  # something looked faster than the default, but not by the margin: the default stays
     timing: Mapping[str, Any]  # as the evaluator gave it; the manifest leaves raw samples to the ledger
-
-
-@dataclass(frozen=True)
-class LevelWinner:
-    """The winner of one token count, with every verdict that admitted it."""
-
-    config: Config
-    stages: Mapping[Stage, StageWinner]
     verdicts: tuple[Mapping[str, Any], ...]
     struck: tuple[str, ...] = ()  # configurations whose verdict failed
-    whole: Mapping[str, Any] | None = None  # a Timing of the whole op, where it was measured
-    all_experts: Mapping[str, Any] | None = None  # the same kernels walking every expert, without compaction
-
-    @property
-    def us(self) -> float:
-        """Both launches."""
-        return sum(self.stages[stage].us for stage in STAGES)
-
-    @property
-    def default_us(self) -> float | None:
-        """Both launches of the default, or None where one of them failed."""
-        each = [self.stages[stage].default_us for stage in STAGES]
-        known = [us for us in each if us is not None]
-        return sum(known) if len(known) == len(each) else None
-
-    @property
-    def floor_us(self) -> float:
-        """What the weights' bytes alone take."""
-        return sum(self.stages[stage].floor_us for stage in STAGES)
+    all_experts: Mapping[str, Any] | None = None  # a Timing of the same tiles walking every expert, where measured
 
     @property
     def floor_share(self) -> float:
@@ -101,28 +82,27 @@ def gather(
     evaluator: Evaluator,
     results: Sequence[LevelResult],
     *,
-    registers: Callable[[Stage, StageConfig], int],
-    floor: Callable[[Stage, int], float],
+    registers: Callable[[Config], int],
+    floor: Callable[[int], float],
     toolchain: Mapping[str, str],
     date: str,
     ledger: str,
 ) -> Winners:
-    """Winners from chosen levels; `registers` of a stage's configuration, `floor` in us of a stage at a token count."""
+    """Winners from chosen levels, in whole nanoseconds, as the manifest has them.
 
-    def stage_winner(result: LevelResult, stage: Stage) -> StageWinner:
-        choice = result.choices[stage]
-        return StageWinner(
-            us=choice.winner.us,
-            default_us=None if choice.default is None else choice.default.us,
-            floor_us=round(floor(stage, result.tokens), 3),
-            registers=registers(stage, choice.winner.config),
-            ambiguous=choice.ambiguous,
-            timing=choice.winner.timing,
-        )
-
+    registers: of a configuration's kernel. floor: in us, of a token count.
+    """
     levels = {
         result.tokens: LevelWinner(
-            result.config, {stage: stage_winner(result, stage) for stage in STAGES}, result.verdicts, result.struck
+            config=result.winner.config,
+            us=round(result.winner.us, 3),
+            default_us=None if result.default is None else round(result.default.us, 3),
+            floor_us=round(floor(result.tokens), 3),
+            registers=registers(result.winner.config),
+            ambiguous=result.ambiguous,
+            timing=result.winner.timing,
+            verdicts=result.verdicts,
+            struck=result.struck,
         )
         for result in results
     }
@@ -196,17 +176,15 @@ def manifest(winners: Winners) -> str:
                 "tokens": tokens,
                 "config": level.config.to_dict(),
                 "kernels": kernels,
-                "us": round(level.us, 3),
-                "default_us": None if level.default_us is None else round(level.default_us, 3),
-                "floor_us": round(level.floor_us, 3),
+                "us": level.us,
+                "default_us": level.default_us,
+                "floor_us": level.floor_us,
                 "floor_share": round(level.floor_share, 4),
-                "stages": {
-                    stage: {**vars(level.stages[stage]), "timing": _summary(level.stages[stage].timing)}
-                    for stage in STAGES
-                },
+                "registers": level.registers,
+                "ambiguous": level.ambiguous,
+                "timing": _summary(level.timing),
                 "verdicts": list(level.verdicts),
                 "struck": list(level.struck),
-                "whole": _summary(level.whole),
                 "all_experts": _summary(level.all_experts),
             }
         )
@@ -232,15 +210,16 @@ def _summary(timing: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _level(contract: Contract, content: Mapping[str, Any]) -> tuple[int, LevelWinner]:
     """A level of a manifest. What is no level raises InvalidConfig, or what Python does where a value is not there."""
-    if type(content["tokens"]) is not int or not all("ok" in verdict for verdict in content["verdicts"]):
-        raise ValueError("expected an integer for tokens, and an ok in every verdict")
+    wrong = [name for name, kind in _LEVEL_KINDS.items() if not isinstance(content[name], kind)]
+    wrong += [name for name in ("us", "default_us") if name not in wrong and content[name] == 0]
+    if wrong or not all("ok" in verdict for verdict in content["verdicts"]):
+        raise ValueError(f"expected an ok in every verdict, and other values for {', '.join(wrong) or 'none'}")
+    names = ("us", "default_us", "floor_us", "registers", "ambiguous", "timing", "all_experts")
     level = LevelWinner(
         config=space.from_dict(content["config"]),
-        stages={stage: StageWinner(**content["stages"][stage]) for stage in STAGES},
         verdicts=tuple(content["verdicts"]),
         struck=tuple(content["struck"]),
-        whole=content["whole"],
-        all_experts=content["all_experts"],
+        **{name: content[name] for name in names},
     )
     plan.make(contract, level.config)
     return content["tokens"], level
@@ -276,7 +255,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise RequestError(
-            f"{path} has schema {schema!r}, and this Voltune reads {SCHEMA}: use the version that wrote it"
+            f"{path} has schema {schema!r}, and this Voltune reads {SCHEMA}: use the version that wrote it, or "
+            "delete the folder and tune again"
         )
     wrong = [name for name, kind in _KINDS.items() if not isinstance(content.get(name), kind)]
     if "files" not in wrong and not all(_is_kernel(*item) for item in content["files"].items()):
