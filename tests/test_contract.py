@@ -52,9 +52,9 @@ def test_qwen38_tp4_is_the_published_case() -> None:
     c = contracts.load("qwen38-tp4")
     assert (c.experts, c.top_k, c.hidden, c.intermediate, c.tensor_parallel) == (512, 10, 2560, 640, 4)
     assert (c.checkpoint_group, c.group, c.layout, c.stats_bytes, c.interleaved) == (32, 32, "sm70-u4", 3, True)
-    assert (c.levels, c.numerics, c.tolerance) == ((1, 2, 3, 4, 5, 6, 7, 8), "exact", 4e-4)
+    assert (c.levels, c.numerics, c.tolerance) == ((1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 40), "exact", 4e-4)
     assert c.routings == (("uniform", 0.5), ("zipf", 0.5))
-    assert (c.local_intermediate, c.max_tokens) == (160, 8)
+    assert (c.local_intermediate, c.max_tokens) == (160, 40)
     assert (c.w13, c.w2) == (Gemm(2560, 320, 32), Gemm(160, 2560, 32))
     assert (c.w13.groups, c.w2.groups) == (80, 5)
 
@@ -183,7 +183,7 @@ def test_a_size_out_of_range_brings_one_suggestion_which_is_valid(key: str, valu
     assert "  " not in lines[0]
     if "nearest valid: " in lines[0]:
         suggested = int(lines[0].rpartition("nearest valid: ")[2])
-        Contract.from_dict(content(**{key: suggested}))
+        Contract.from_dict(content(tuning__levels=[1], **{key: suggested}))
 
 
 def test_a_size_out_of_range_whose_limit_does_not_divide_brings_no_suggestion() -> None:
@@ -247,7 +247,7 @@ def test_a_shape_is_accepted_exactly_when_it_divides_and_the_advice_divides(
 
 def test_only_name_and_model_leave_the_digest_alone() -> None:
     base = contracts.load("qwen38-tp4")
-    assert base.digest() == "518c883a33030886"  # winners on disk are found by it
+    assert base.digest() == "89504e567faa4d7e"  # winners on disk are found by it
     assert replace(base, name="other", model="Other").digest() == base.digest()
     changes: list[dict[str, Any]] = [
         {"tensor_parallel": 2},
@@ -291,7 +291,8 @@ def test_the_keys_left_out_get_the_defaults(tmp_path: Path) -> None:
     path.write_text(QWEN38)
     c = contracts.load(str(path))
     whole = contracts.load("qwen38-tp4")
-    assert c == replace(whole, name="mine", model="mine", routings=(("uniform", 1.0),))
+    levels = (1, 2, 3, 4, 5, 6, 7, 8)
+    assert c == replace(whole, name="mine", model="mine", levels=levels, routings=(("uniform", 1.0),))
     path.write_text(QWEN38 + '[weights]\nlayout = "awq"\n[tuning]\nnumerics = "engine"\n')
     c = contracts.load(str(path))
     assert (c.stats_bytes, c.interleaved, c.tolerance) == (0, False, 2e-3)

@@ -1,11 +1,12 @@
 """The checked-in sets are whole, are what this version renders, and say of themselves what is true."""
 
+import functools
+import json
 from pathlib import Path
 
 import pytest
 
-from tuner import build, contract, plan, render, winners
-from tuner.space import STAGES
+from tuner import build, contract, evidence, inspection, plan, render, winners
 from tuner.winners import Winners
 
 GENERATED = Path(__file__).parent.parent / "generated"
@@ -23,6 +24,7 @@ def test_the_set_renders_again_to_its_own_bytes_and_holds_no_other_file(folder: 
     texts = winners.rerender(winners.read(folder))
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
     manifest = found.pop(winners.MANIFEST)
+    found.pop(evidence.FILE, None)
     assert found == {name: text.encode() for name, text in texts.items()}
     assert manifest.decode() == winners.manifest(winners.read(folder))
 
@@ -44,8 +46,7 @@ def test_every_level_has_verdicts_and_all_of_them_are_right(folder: Path) -> Non
 
 
 def words(made: Winners) -> set[str]:
-    timings = [level.stages[stage].timing for level in made.levels.values() for stage in STAGES]
-    timings += [each for level in made.levels.values() for each in (level.whole, level.all_experts) if each is not None]
+    timings = [each for level in made.levels.values() for each in (level.timing, level.all_experts) if each is not None]
     return {made.word, *(timing["word"] for timing in timings)}
 
 
@@ -63,17 +64,44 @@ def test_every_figure_carries_the_folders_word_and_gpu(folder: Path) -> None:
 @each_set
 def test_no_winner_is_slower_than_the_default_or_faster_than_its_bytes(folder: Path) -> None:
     for level in winners.read(folder).levels.values():
-        for stage in level.stages.values():
-            assert stage.floor_us <= stage.us
-            assert stage.default_us is None or stage.us <= stage.default_us
+        assert level.floor_us <= level.us
+        assert level.default_us is None or level.us <= level.default_us
 
 
-@pytest.mark.parametrize("folder", PREDICTED, ids=lambda folder: folder.parent.name)
+each_predicted = pytest.mark.parametrize("folder", PREDICTED, ids=lambda folder: folder.parent.name)
+
+
+@each_predicted
 def test_the_predicted_winners_build_for_sm_70_without_spills_and_with_the_manifests_registers(folder: Path) -> None:
     made = winners.read(folder)
     for level in made.levels.values():
-        for stage, source in render.render(plan.make(made.contract, level.config)).items():
-            image = build.build(source)
-            assert image.arch == "sm_70"
-            assert image.spill_bytes == 0
-            assert image.registers == level.stages[stage].registers
+        image = build.build(render.render(plan.make(made.contract, level.config))["op"])
+        assert image.arch == "sm_70"
+        assert image.spill_bytes == 0
+        assert image.registers == level.registers
+
+
+@functools.cache
+def machine_code(folder: Path) -> list[evidence.Evidence]:
+    made = winners.read(folder)
+    return inspection.machine_code(made.contract, {n: level.config for n, level in made.levels.items()}, made.device)
+
+
+@each_predicted
+def test_the_machine_code_of_the_predicted_winners_is_what_is_demanded_of_it(folder: Path) -> None:
+    found = machine_code(folder)
+    assert {each.tokens for each in found} == set(winners.read(folder).levels)
+    assert {f"{each.stage} at {each.tokens}: {fault}" for each in found for fault in each.faults} == set()
+
+
+@each_predicted
+def test_no_predicted_winner_takes_more_instructions_for_its_weights_than_recorded(folder: Path) -> None:
+    made = winners.read(folder)
+    assert evidence.worse(evidence.read(folder), evidence.report(machine_code(folder), made.device)) == []
+
+
+@each_predicted
+def test_the_record_is_of_these_winners(folder: Path) -> None:
+    """What fails here only asks for the record to be made again, with the command in CONTRIBUTING."""
+    made = winners.read(folder)
+    assert evidence.read(folder) == json.loads(json.dumps(evidence.report(machine_code(folder), made.device)))
