@@ -13,11 +13,11 @@ from tuner.checks import Verification
 from tuner.errors import LaunchFailed, RequestError
 from tuner.options import Configs
 from tuner.plan import Outputs, Plan
-from tuner.space import Config, W2Config, W13Config
+from tuner.space import Config
 from tuner.verify import HostExecutor
 
 DEFAULT = space.default(SMALL)
-OTHER = Config(W13Config("simt", 1, 4, 1, 2), W2Config("simt", 8, 1, 1, 2))
+OTHER = space.parse("simt-t1-k4-u1-r2+simt-t4-k1-u1-r2+m512")
 Spoil = Callable[[Plan, Mapping[str, Any], Outputs], Outputs | None]
 
 
@@ -49,12 +49,12 @@ def test_each_level_runs_its_own_configuration_as_often_as_asked() -> None:
     gpu = Gpu()
     check = verification(gpu, {1: DEFAULT, 2: OTHER}, replays=2)
     lines(check)
-    # One rank (there is one), four routings, two inputs, two replays.
+    # One rank (there is one), four routings, two inputs, two replays, and one run that shows hidden rows.
     assert gpu.runs == [
-        (config.key(), "fused", tokens, order)
+        (config.key(), name, tokens, order)
         for tokens, config in ((1, DEFAULT), (2, OTHER))
         for _ in range(8)
-        for order in (0, 1)
+        for name, order in (("fused", 0), ("fused", 1), ("staged", 0))
     ]
     assert check.ok
     assert check.summary() == "16 of 16 cases right, PTX on a GPU"

@@ -33,6 +33,8 @@ def no_fault(plan: Plan, order: int, out: np.ndarray, hidden: np.ndarray) -> Non
 class Fake:
     """Answers with the reference itself, from nothing but the operands; then `fault` may alter the output and hidden.
 
+    Hidden rows are zeros in the end where the plan clears them.
+
     It answers with the contract's own numerics; `weights` stand in for the operands' when given.
     """
 
@@ -55,7 +57,7 @@ class Fake:
         out = layer.output.astype(np.float16)
         hidden = layer.hidden.astype(np.float32)  # NaN, like poison, where no expert
         self.fault(plan, order, out, hidden)
-        return Outputs({"OUT": out, "HIDDEN": hidden})
+        return Outputs({"OUT": out, "HIDDEN": hidden * 0 if plan.name == "fused" else hidden})
 
     def layer(self, reference: Reference, operands, shape: tuple[int, int]) -> Layer:
         live, expert_map = operands.get("LIVE_TOKENS"), operands.get("EXPERT_MAP")
@@ -80,7 +82,10 @@ class Fake:
 
 
 def judged(
-    executor: Fake, layers: Layers = LAYERS, tokens: int = 4, runs=(("fused", 0), ("fused", 1), ("fused", 2))
+    executor: Fake,
+    layers: Layers = LAYERS,
+    tokens: int = 4,
+    runs=(("fused", 0), ("fused", 1), ("fused", 2), ("staged", 0)),
 ) -> Verdict:
     case = make_case(layers.contract, tokens, "uniform", "gaussian")
     return Subject(CONFIG, executor, layers).judge(0, case, runs)
@@ -107,7 +112,7 @@ def test_the_reference_itself_passes_with_half_a_spacing_of_rounding() -> None:
     assert len(verdict.digest) == 16
 
 
-def test_verify_gives_a_verdict_for_each_rank_level_routing_and_input_each_run_in_three_orders() -> None:
+def test_verify_gives_a_verdict_for_each_rank_level_routing_and_input_each_run_in_three_orders_and_in_stages() -> None:
     fake = Fake()
     verdicts = list(verify(LAYERS, CONFIG, fake))
     assert [v.case for v in verdicts] == [
@@ -118,7 +123,8 @@ def test_verify_gives_a_verdict_for_each_rank_level_routing_and_input_each_run_i
         for given in ("ramp", "gaussian")
     ]
     assert all(v.ok for v in verdicts)
-    assert fake.runs == [("fused", order) for _ in verdicts for order in (0, 1, 2)]
+    assert fake.runs == [("fused", 0), ("fused", 1), ("fused", 2), ("staged", 0)] * len(verdicts)
+    assert all(v.hidden is not None and v.hidden.relative_l2 < 1e-6 for v in verdicts)
     assert len({v.digest for v in verdicts}) == len(verdicts)
 
 
@@ -233,7 +239,7 @@ def test_hidden_rows_of_slots_that_are_not_routed_may_hold_anything() -> None:
     def scribble(plan: Plan, order: int, out: np.ndarray, hidden: np.ndarray) -> None:
         hidden[unrouted] = next(values)
 
-    assert Subject(CONFIG, Fake(scribble), LAYERS).judge(0, case, [("fused", 0), ("fused", 1)]).ok
+    assert Subject(CONFIG, Fake(scribble), LAYERS).judge(0, case, [("fused", 0), ("staged", 0), ("sorted", 1)]).ok
 
 
 def test_a_tiny_value_in_the_row_of_a_token_without_experts_is_found() -> None:
@@ -247,14 +253,36 @@ def test_a_tiny_value_in_the_row_of_a_token_without_experts_is_found() -> None:
 
 
 def test_a_bit_that_depends_on_the_order_is_found_though_each_run_alone_would_pass() -> None:
+    exact = LAYERS.expected(0, make_case(SMALL, 4, "uniform", "gaussian")).exact.output
+    at = np.unravel_index(np.argmin(np.abs(exact)), exact.shape)  # judged by the spacing of larger elements
+
     def sway(plan: Plan, order: int, out: np.ndarray, hidden: np.ndarray) -> None:
         if order == 2:
-            hidden[6, 3] = np.nextafter(hidden[6, 3], np.float32(np.inf))
+            out[at] = np.nextafter(out[at], np.float16(np.inf))
 
     verdict = judged(Fake(sway))
+    where = tuple(int(i) for i in at)
     assert verdict.reasons == (
-        "fused plan, order 2: hidden has other bits in 1 elements, first at (6, 3), than fused plan, order 0",
+        f"fused plan, order 2: output has other bits in 1 elements, first at {where}, than fused plan, order 0",
     )
+    assert judged(Fake(sway), runs=(("fused", 2), ("staged", 2))).ok
+
+
+def test_hidden_rows_are_compared_between_the_plans_that_keep_them() -> None:
+    def sway(plan: Plan, order: int, out: np.ndarray, hidden: np.ndarray) -> None:
+        if plan.name == "sorted":
+            hidden[6, 3] = np.nextafter(hidden[6, 3], np.float32(np.inf))
+
+    runs = (("fused", 0), ("staged", 0), ("sorted", 1), ("all-experts", 0))
+    verdict = judged(Fake(sway), runs=runs)
+    assert verdict.reasons == (
+        "sorted plan, order 1: hidden has other bits in 1 elements, first at (6, 3), than staged plan, order 0",
+    )
+
+
+def test_a_verdict_without_a_plan_that_keeps_hidden_rows_says_nothing_of_them() -> None:
+    verdict = judged(Fake(), runs=(("fused", 0),))
+    assert verdict.ok and verdict.hidden is None
 
 
 def test_the_sign_of_a_zero_counts_as_a_bit() -> None:
@@ -327,6 +355,8 @@ def test_edge_cases_hold_what_their_names_say(contract: Contract) -> None:
     for name in ("no live token", "a negative count of live tokens", "no routed row at all"):
         assert not routed[name].any()
     assert routed["more live tokens than tokens"].all()
+    zeros = cases["a token of zeros"]
+    assert not zeros.x[0].any() and zeros.x[1:].any(axis=1).all() and routed["a token of zeros"].all()
     padded = cases[f"{tokens // 2} live tokens, the others poison"]
     assert np.isnan(padded.x[tokens // 2 :]).all() and np.isfinite(padded.x[: tokens // 2]).all()
 

@@ -96,6 +96,8 @@ def edge_cases(contract: Contract, tokens: int, seed: int = 0) -> tuple[Case, ..
         f"C{tokens}, {live} live tokens, the others poison", x.copy(), made.ids, made.weights.copy(), live_tokens=live
     )
     padded.x[live:], padded.topk_weights[live:] = np.nan, np.nan
+    zeros = Case(f"C{tokens}, a token of zeros", x.copy(), made.ids, made.weights)
+    zeros.x[0] = 0
     return (
         case("ids below 0", with_every_other([-1, -7, -(2**31)])),
         case("ids past the last expert", with_every_other([experts, experts + 1, 2**31 - 1])),
@@ -112,5 +114,7 @@ def edge_cases(contract: Contract, tokens: int, seed: int = 0) -> tuple[Case, ..
         case("more live tokens than tokens", live_tokens=wrapping),
         # Gates of hundreds, where e^-x leaves fp32 either way; powers of two, so that nothing rounds otherwise.
         Case(f"C{tokens}, activations far out on SiLU", x * np.float16(64), made.ids, made.weights / np.float32(64)),
+        # Values that are zero pass from stage to stage where zero says that there is none yet.
+        zeros,
         case("no routed row at all", np.full_like(made.ids, -1)),
     )

@@ -19,7 +19,7 @@ _GATE = "{:>4} {:>6}  {:<12} {:<9} {:<8} {:>10} {:>8} {:>6} {:>10}  {:<5} {}"
 
 @dataclass
 class Verification:
-    """Runs `sections` and keeps what they found. `replays`: runs of each case that must give the same bits.
+    """Runs `sections` and keeps what they found. `replays`: runs of the fused plan on each case.
 
     Raises RequestError for a comparison of the CPU executor with itself.
     """
@@ -53,8 +53,8 @@ class Verification:
     def sections(self) -> Iterator[tuple[str, Iterator[str]]]:
         """(heading, lines); a line comes when its case is done."""
         yield (
-            f"{self.replays} runs of each case must agree to the bit, within {self.contract.tolerance:g} relative L2 "
-            "of float64",
+            f"{self.replays} runs of each case, and one stage by stage, must agree to the bit, within "
+            f"{self.contract.tolerance:g} relative L2 of float64",
             self._cases(),
         )
         if self.edges:
