@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 READY := $(VENV)/.ready
 
-.PHONY: env tune test clean
+.PHONY: env tune test lab clean
 
 env: $(READY)
 
@@ -21,6 +21,9 @@ test: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest -n 2
+
+lab: $(READY)
+	$(VENV)/bin/pytest -n 2 -m lab
 
 clean:
 	rm -rf $(VENV) tuned
