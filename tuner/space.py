@@ -162,16 +162,18 @@ def parameters(config: Config) -> dict[str, str | int]:
 
 def default(contract: Contract) -> Config:
     """The candidate nearest to what suits any contract: eight warps that split K of one W13 tile and take eight tiles
-    of W2, two rows a pass, five steps in flight (of awq two: a step takes twice the registers there), 512 threads an
-    SM; with rows that leave a V100's shared memory room."""
-    unroll = 2 if contract.layout == "awq" else 5
+    of W2, two rows a pass, at most five steps in flight, or two where a step takes more registers than with 3-byte
+    statistics, 512 threads an SM; with rows that leave a V100's shared memory room. On sm_70 it spills for no built-in
+    contract."""
+    unroll = 5 if contract.stats_bytes == 3 else 2
     wanted = (8 * 32, 1, 2, unroll, 1, 2, unroll, 512)
 
     def sizes(c: Config) -> tuple[int, ...]:
         w13, w2 = c.w13, c.w2
         return w13.threads, w13.tiles, w13.rows, w13.unroll, w2.split_k, w2.rows, w2.unroll, c.resident
 
-    simt = [c for c in candidates(contract) if c.portable_bits]
+    portable = [c for c in candidates(contract) if c.portable_bits]
+    simt = [c for c in portable if max(c.w13.unroll, c.w2.unroll) <= unroll] or portable
     small = [c for c in simt if 4 * max(c.w13.rows * contract.w13.k, c.w2.rows * contract.w2.k) <= ROW_BYTES]
     return min(small or simt, key=lambda c: tuple(abs(a - b) for a, b in zip(sizes(c), wanted, strict=True)))
 
