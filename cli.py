@@ -173,7 +173,7 @@ def contracts_command(name: str | None, checkpoint: Path | None, as_json: bool) 
 @click.option(
     "--trials", type=click.IntRange(min=1), default=32, show_default=True, help="Configurations a level, at most."
 )
-@click.option("--budget", metavar="TIME", help="Time for all trials, such as 90s, 10m or 2h.")
+@click.option("--budget", metavar="TIME", help="Time for all trials, such as 90s, 10m or 2h; verdicts come on top.")
 @click.option(
     "--evaluator",
     type=click.Choice(("auto", "device", "model")),
@@ -331,7 +331,7 @@ def inspect_command(
     record: bool,
     as_json: bool,
 ) -> None:
-    """Show what each kernel of a level needs: registers, occupancy, bytes, and the floor those bytes set.
+    """Show what each kernel of a level needs: registers, occupancy, bytes, and the least time any layout of them takes.
 
     For a V100 also what its machine code does for each eight weights.
     """

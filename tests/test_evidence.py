@@ -170,7 +170,7 @@ def test_levels_and_stages_that_were_not_recorded_are_not_compared() -> None:
 def test_a_folder_without_a_readable_record_is_refused_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no evidence.json in .*inspect .*--record"):
         evidence.read(tmp_path)
-    for text in ("{", "[]", '{"schema": 2}'):
+    for text in ("{", "[]", '{"schema": 2}', "[" * 200_000):
         (tmp_path / evidence.FILE).write_text(text)
         with pytest.raises(RequestError, match=r"delete it, and make it with"):
             evidence.read(tmp_path)

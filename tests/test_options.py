@@ -65,7 +65,14 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 def put(folder: Path, config: Config, *, contract: Contract = SMALL, levels: tuple[int, ...] = (1, 5)) -> None:
     level = LevelWinner(
-        config=config, us=2.0, default_us=2.0, floor_us=1.0, registers=32, ambiguous=False, timing={}, verdicts=()
+        config=config,
+        us=2.0,
+        default_us=2.0,
+        floor_us=1.0,
+        registers=32,
+        ambiguous=False,
+        timing={"us": 2.0},
+        verdicts=({"ok": True},),
     )
     made = Winners(contract, folder.name, "predicted", "GPU", dict.fromkeys(levels, level), {}, "2026-01-01", "id")
     winners.write(made, folder)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tuner import contract, plan, render, space
-from tuner.errors import RequestError
+from tuner.errors import InvalidConfig, RequestError
 from tuner.space import Config, Tile
 
 QWEN = contract.load("qwen38-tp4")
@@ -125,3 +125,16 @@ def test_what_only_loads_keeps_no_counters_but_the_tickets_and_is_a_fused_plan()
     assert counters(load_only=True) == {"COUNTERS"}
     with pytest.raises(RequestError, match="plan staged: only the fused plan has a kernel that only loads"):
         plan.make(QWEN, DEFAULT, "staged", load_only=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("simt-t1-k8-u5-r9+simt-t8-k1-u5-r9+m512", "a simt pass takes 1 or 2 or 4 or 8 rows"),
+        ("tensor-t1-k8-u5-r4+tensor-t8-k1-u5-r4+m512", "a tensor pass takes 8 rows"),
+        ("simt-t1-k8-u5-r2+simt-t8-k1-u5-r2+m4096", "an SM holds at most 2048 threads"),
+    ],
+)
+def test_sizes_that_no_kernel_takes_are_refused(key: str, says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says):
+        plan.make(contract.load("qwen38-tp4"), space.parse(key))

@@ -154,7 +154,28 @@ def test_a_recorded_file_that_does_not_fit_is_refused_with_what_is_wrong(
         routing.make(recorded(tmp_path, document), MIXTRAL, 2, seed=0)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 a zip archive", b"\x93NUMPY"])
+def npy(header: str) -> bytes:
+    """A .npy file of version 1.0 with that header and no data."""
+    text = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def test_a_recorded_file_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(RequestError, match="not a recorded routing"):
+        routing.make(str(path), MIXTRAL, 2, seed=0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"PK\x03\x04 a zip archive", b"\x93NUMPY"),
+        npy("{'descr': '<i4', 'fortran_order': False, 'shape': (2, 2"),
+        npy(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({10**14}, 2), }}"),
+        npy(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({10**35}, 2), }}"),
+    ],
+)
 def test_a_file_that_only_calls_itself_npy_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.npy"
     path.write_bytes(content)

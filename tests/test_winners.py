@@ -185,7 +185,7 @@ def test_a_contract_that_was_changed_in_the_manifest_is_refused(folder: Path) ->
         winners.read(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff", "[" * 200_000, '{"schema": ' + "9" * 5000 + "}", "NaN"])
 def test_a_manifest_that_is_none_is_refused(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(RequestError, match=r"manifest\.json"):
@@ -225,6 +225,17 @@ def test_a_manifest_with_keys_missing_or_of_another_kind_is_refused_by_name(
         {"us": None},
         {"us": 0},
         {"us": "12"},
+        {"us": -1},
+        {"us": True},
+        {"timing": {"us": 0}},
+        {"tokens": 0},
+        {"tokens": 10**9},
+        {"tokens": True},
+        {"verdicts": []},
+        {"verdicts": ["ok"]},
+        {"verdicts": [{"ok": False}]},
+        {"verdicts": [{"ok": None}]},
+        {"all_experts": {}},
         {"default_us": "12"},
         {"default_us": 0},
         {"floor_us": None},

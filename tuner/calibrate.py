@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tuner import build, contract, model, plan, render, routing, space
 from tuner.contract import Contract
-from tuner.errors import RequestError
+from tuner.errors import RequestError, VoltuneError
 from tuner.model import FITTED, Fit, Resources
 
 COLUMNS = ("tokens", "routing", "config", "us", "registers", "spill_bytes", "shared")
@@ -255,6 +255,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     imports.add_argument("file", type=Path)
     imports.add_argument("--contract", help="name or TOML file, where the ledger's is not built in")
     given = parser.parse_args(arguments)
+    try:
+        _obey(given)
+    except (OSError, UnicodeDecodeError, VoltuneError) as error:
+        parser.error(str(error))
+
+
+def _obey(given: argparse.Namespace) -> None:
     if given.command == "import":
         of = contract.load(given.contract) if given.contract else None
         given.file.write_text(from_ledger(given.ledger, of), encoding="utf-8")

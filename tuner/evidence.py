@@ -217,7 +217,7 @@ def read(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"no {FILE} in {folder}: make it with `{COMMAND}`") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long, nested too deeply
         raise RequestError(f"{path} is not JSON ({error}): delete it, and make it with `{COMMAND}`") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise RequestError(f"{path} is no record of schema {SCHEMA}: delete it, and make it with `{COMMAND}`")

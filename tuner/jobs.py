@@ -156,11 +156,14 @@ def _measure(request: Request, device: DeviceExecutor, show: Show) -> Done:
 
 def _notes(made: Winners, folder: Path) -> tuple[str, ...]:
     """What stands under the table of winners."""
-    where = f"Winners: {folder}; every trial: {folder}.jsonl"
-    if not any(level.ambiguous for level in made.levels.values()):
-        return (where,)
-    saved = f"{choose.MARGIN:.0%}"
-    return (f"AMBIGUOUS: something looked faster than the default by less than {saved}; the default stays.", where)
+    notes = []
+    if any(level.ambiguous for level in made.levels.values()):
+        saved = f"{choose.MARGIN:.0%}"
+        notes.append(f"AMBIGUOUS: something looked faster than the default by less than {saved}; the default stays.")
+    alone = [str(tokens) for tokens, level in sorted(made.levels.items()) if level.default_us is None]
+    if alone:
+        notes.append(f"At {', '.join(alone)} tokens the default failed, and nothing is compared with it.")
+    return (*notes, f"Winners: {folder}; every trial: {folder}.jsonl")
 
 
 def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:

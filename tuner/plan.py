@@ -15,12 +15,24 @@ import numpy as np
 
 from tuner.contract import Contract
 from tuner.errors import InvalidConfig, LaunchFailed, RequestError
-from tuner.space import STAGES, STEP, Config, Family, Stage, Tile, families, tensor_rows, tile_columns
+from tuner.space import (
+    SIMT_ROWS,
+    STAGES,
+    STEP,
+    Config,
+    Family,
+    Stage,
+    Tile,
+    families,
+    tensor_rows,
+    tile_columns,
+)
 
 PlanName = Literal["fused", "staged", "sorted", "all-experts"]
 PLANS: tuple[PlanName, ...] = ("fused", "staged", "sorted", "all-experts")
 SCALARS = ("TOKENS", "ID_BYTES", "MAP_SIZE")
 COMPACT_THREADS = 256
+MAX_RESIDENT = 2048  # threads of an SM, by the hardware
 
 
 Role = Literal["input", "workspace", "counters", "output"]
@@ -381,9 +393,11 @@ def make(contract: Contract, config: Config, name: PlanName = "fused", *, load_o
                 f"{stage} config {chosen.key()}: the tensor family reads sm70-u4; contract {contract.name} is "
                 f"{contract.layout}"
             )
-        rows = tensor_rows(contract, stage)
-        if chosen.family == "tensor" and chosen.rows != rows:
-            raise InvalidConfig(f"{stage} config {chosen.key()}: a tensor pass takes {rows} rows")
+        rows = (tensor_rows(contract, stage),) if chosen.family == "tensor" else SIMT_ROWS
+        if chosen.rows not in rows:
+            raise InvalidConfig(
+                f"{stage} config {chosen.key()}: a {chosen.family} pass takes {' or '.join(map(str, rows))} rows"
+            )
         steps, tiles = gemm.k // STEP, gemm.n // tile_columns(contract)
         if steps % chosen.split_k or steps // chosen.split_k % chosen.unroll:
             raise InvalidConfig(
@@ -397,6 +411,8 @@ def make(contract: Contract, config: Config, name: PlanName = "fused", *, load_o
             f"config {config.key()}: W13 and W2 share one launch, but take {config.w13.threads} and "
             f"{config.w2.threads} threads"
         )
+    if config.resident > MAX_RESIDENT:
+        raise InvalidConfig(f"config {config.key()}: an SM holds at most {MAX_RESIDENT} threads")
     if name == "fused":
         launches = [_op(contract, config, load_only)]
     elif load_only:

@@ -6,6 +6,7 @@ S = M*k routed rows ("slots"); slot t*k+j is column j of token t.
 from __future__ import annotations
 
 import json
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,8 @@ def _read(path: Path, contract: Contract) -> tuple[Array, Array | None]:
             weights = None if document.get("weights") is None else np.asarray(document["weights"])
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror}); give an existing .json or .npy file") from error
-    except ValueError as error:  # bad JSON, bad .npy, ragged lists
+    except (ValueError, RecursionError, MemoryError, OverflowError, SyntaxError, tokenize.TokenError) as error:
+        # Bad JSON or nested too deeply, ragged lists; a .npy whose header is no Python or names a size nobody has.
         raise RequestError(
             f"{path}: not a recorded routing ({error}); expected ids as [tokens, {contract.top_k}]"
         ) from error

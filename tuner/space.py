@@ -25,7 +25,7 @@ ROW_BYTES = 49152  # of staged rows a CTA, in a default: half of a V100's shared
 MAX_W13_TILES = 4  # of a CTA: K is long there, so its warps rather share that out
 RESIDENT = (256, 384, 512, 768, 1024)
 _UNROLLS = (1, 2, 3, 4, 5, 6, 8, 10)
-_ROWS = (1, 2, 4, 8)
+SIMT_ROWS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _tiles(contract: Contract, stage: Stage) -> Iterator[Tile]:
     gemm = contract.w13 if stage == "w13" else contract.w2
     steps, columns = gemm.k // STEP, gemm.n // tile_columns(contract)
     rows: dict[Family, tuple[int, ...]] = {
-        "simt": tuple(r for r in _ROWS if r <= contract.max_tokens * contract.top_k),
+        "simt": tuple(r for r in SIMT_ROWS if r <= contract.max_tokens * contract.top_k),
         "tensor": (tensor_rows(contract, stage),),
     }
     for family, warps in itertools.product(families(contract), range(1, max(WARPS) + 1)):
@@ -162,11 +162,11 @@ def parameters(config: Config) -> dict[str, str | int]:
 
 def default(contract: Contract) -> Config:
     """The candidate nearest to what suits any contract: eight warps that split K of one W13 tile and take eight tiles
-    of W2, two rows a pass, at most five steps in flight, or two where a step takes more registers than with 3-byte
-    statistics, 512 threads an SM; with rows that leave a V100's shared memory room. On sm_70 it spills for no built-in
-    contract."""
-    unroll = 5 if contract.stats_bytes == 3 else 2
-    wanted = (8 * 32, 1, 2, unroll, 1, 2, unroll, 512)
+    of W2, two rows a pass, at most five steps in flight, 512 threads an SM; with rows that leave a V100's shared memory
+    room. Fewer steps of awq and fewer threads with 4-byte statistics, which take more registers: on sm_70 it spills for
+    no built-in contract, nor for its other layouts."""
+    unroll = 2 if contract.layout == "awq" else 5
+    wanted = (8 * 32, 1, 2, unroll, 1, 2, unroll, 384 if contract.stats_bytes == 4 else 512)
 
     def sizes(c: Config) -> tuple[int, ...]:
         w13, w2 = c.w13, c.w2

@@ -211,9 +211,16 @@ def _summary(timing: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _level(contract: Contract, content: Mapping[str, Any]) -> tuple[int, LevelWinner]:
     """A level of a manifest. What is no level raises InvalidConfig, or what Python does where a value is not there."""
     wrong = [name for name, kind in _LEVEL_KINDS.items() if not isinstance(content[name], kind)]
-    wrong += [name for name in ("us", "default_us") if name not in wrong and content[name] == 0]
-    if wrong or not all("ok" in verdict for verdict in content["verdicts"]):
-        raise ValueError(f"expected an ok in every verdict, and other values for {', '.join(wrong) or 'none'}")
+    times = {"us": content["us"], "floor_us": content["floor_us"], "timing": content["timing"].get("us")}
+    times |= {"default_us": content["default_us"]} if content["default_us"] is not None else {}
+    times |= {"all_experts": content["all_experts"].get("us")} if content["all_experts"] is not None else {}
+    wrong += [name for name, us in times.items() if isinstance(us, bool) or not isinstance(us, int | float) or us <= 0]
+    if type(content["tokens"]) is not int or not 1 <= content["tokens"] <= contract.max_tokens:
+        wrong.append("tokens")
+    if not content["verdicts"] or not all(verdict["ok"] is True for verdict in content["verdicts"]):
+        wrong.append("verdicts")
+    if wrong:
+        raise ValueError(f"expected other values for {', '.join(sorted(set(wrong)))}")
     names = ("us", "default_us", "floor_us", "registers", "ambiguous", "timing", "all_experts")
     level = LevelWinner(
         config=space.from_dict(content["config"]),
@@ -241,12 +248,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     remedy = "restore the file, or delete the folder and tune again"
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), parse_constant=_no_number)
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(
             f"no {MANIFEST} in {folder}: no tuned set is there; run tune, or give another folder"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long, nested too deeply
         raise RequestError(
             f"{path} is not JSON ({error}), so that whose set the folder holds is not known: {remedy}"
         ) from None
@@ -264,6 +271,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if wrong:
         raise RequestError(f"{path}: missing or not what a manifest has: {', '.join(sorted(wrong))}; {remedy}")
     return dict(content)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
 
 
 def _is_kernel(name: str, digest: object) -> bool:
