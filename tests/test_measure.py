@@ -77,16 +77,21 @@ def right_kernels() -> dict[str, Callable[[dict[str, int]], None]]:
     given: dict[str, int] = {}
     known = reference.Reference(CONTRACT, LAYERS.weights(0))
 
-    def last(arguments: dict[str, int]) -> None:
+    def op(arguments: dict[str, int]) -> reference.Layer:
         given.update(arguments)
         x = at(given["X"], "float16", (TOKENS, CONTRACT.hidden))
         ids = at(given["TOPK_IDS"], "int32", (TOKENS, CONTRACT.top_k))
         shares = at(given["TOPK_WEIGHTS"], "float32", (TOKENS, CONTRACT.top_k))
         layer = known.exact(x, ids, shares)
         at(given["OUT"], "float16", layer.output.shape)[...] = layer.output
+        return layer
+
+    def last(arguments: dict[str, int]) -> None:
+        hidden = op(arguments).hidden
+        at(given["HIDDEN"], "float32", hidden.shape)[...] = hidden  # which the op clears
 
     walking = [launch.kernel for launch in WALKING.launches]
-    return {**dict.fromkeys(walking[:-1], given.update), **dict.fromkeys([OP, walking[-1]], last)}
+    return {**dict.fromkeys(walking[:-1], given.update), OP: op, walking[-1]: last}
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tuner import plan, render, routing, space, trial, verify, winners
 from tuner.cases import Case, gaussian
 from tuner.contract import Contract
 from tuner.device import Array, available
-from tuner.errors import BuildFailed, InvalidConfig, LaunchFailed, MissingTool, RequestError, TrialTimeout, WrongResult
+from tuner.errors import BuildFailed, InvalidConfig, LaunchFailed, MissingTool, RequestError, TrialTimeout
 from tuner.measure import COLD, ROUTINGS, DeviceExecutor, Mode, layers_needed
 from tuner.plan import Plan, PlanName
 from tuner.reference import compare
@@ -33,6 +33,7 @@ DEFAULT_ROUTINGS = ("uniform", "zipf", "hot")
 ROUNDS = 30
 FINALISTS = 3  # of the variants that only load, in the interleaved rounds; the rest is screened
 DENSE_L2 = 2e-3  # relative L2 to float64: weights, hidden rows and products are rounded to f16 there
+_VERIFIED: tuple[PlanName, ...] = ("fused", "staged", "all-experts")  # all that is timed and computes
 _CHUNK = 32  # variants a job
 _SCREEN_S, _COMPARE_S, _DENSE_S = 300.0, 600.0, 180.0
 
@@ -217,20 +218,11 @@ class _Run:
 
     def _verify(self, place: _Place) -> None:
         """Raises WrongResult unless every arm that computes is right."""
-        case = place.cases[0]
-        local, expected = case.local(self._contract.experts), self._layers.expected(0, case)
         for config in self._configs(place.tokens):
-            for name in ("fused", "staged", "all-experts"):
+            subject = verify.Subject(config, self._executor, self._layers)
+            for name in _VERIFIED:
                 self._show("verify", f"{place.title}: verifying {config.key()}, {name} plan")
-                made = plan.make(self._contract, config, name)
-                operands = verify.operands(made, self._weights, case)
-                outputs = self._executor.run(made, operands, place.tokens, 0)
-                *_, reasons = verify.check_output(self._contract, expected, local, outputs.out)
-                if any(buffer.name == "HIDDEN" and buffer.role == "workspace" for buffer in made.buffers):
-                    reasons += verify.check_hidden(self._contract, expected, local, outputs.hidden)[1]
-                if reasons:
-                    where = f"{config.key()}, {name} plan, {case.name}, {self._executor.name}"
-                    raise WrongResult(f"{where}: {'; '.join(reasons)}")
+                subject.require(0, place.cases[0], name)
 
     def _dense(self, place: _Place) -> tuple[DenseSteps | None, str]:
         """The dense arm's steps, or why there are none."""

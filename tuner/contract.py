@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tuner.errors import ContractError
 
@@ -128,6 +128,10 @@ class Contract:
     def w2(self) -> Gemm:
         """Down projection of one rank: [local intermediate, hidden]."""
         return Gemm(self.local_intermediate, self.hidden, self.group)
+
+    def gemm(self, stage: Literal["w13", "w2"]) -> Gemm:
+        """The matrix of a stage."""
+        return self.w13 if stage == "w13" else self.w2
 
     def digest(self) -> str:
         """16 hex digits of everything but name and model."""

@@ -179,7 +179,7 @@ def _faults(
 
 def budget(contract: Contract, stage: Stage, dev: Device) -> float:
     """Lane-instructions the GPU can issue while it reads eight weights of the stage and their share of statistics."""
-    gemm = contract.w13 if stage == "w13" else contract.w2
+    gemm = contract.gemm(stage)
     nbytes = 8 * model.expert_bytes(contract, gemm) / (gemm.k * gemm.n)
     return dev.sms * dev.issue_per_clock * WARP * dev.clock_mhz * 1e6 / (dev.bandwidth_gbs * 1e9 / nbytes)
 

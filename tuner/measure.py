@@ -19,7 +19,7 @@ from tuner.build import Ahead, Image
 from tuner.cases import Case, gaussian, make_case
 from tuner.contract import Contract
 from tuner.device import Array, Code, GpuInfo, Operands
-from tuner.errors import LaunchFailed, TrialTimeout, WrongResult
+from tuner.errors import LaunchFailed, TrialTimeout
 from tuner.plan import Outputs, Plan, PlanName
 from tuner.render import Source
 from tuner.space import Config
@@ -243,19 +243,13 @@ class DeviceEvaluator:
         return render.render(plan.make(self.contract, config))["op"]
 
     def _verify(self, config: Config, tokens: int, name: PlanName = "fused") -> None:
-        """Raises WrongResult unless the output is right for each of the contract's routings."""
+        """Raises WrongResult unless the plan is right for each of the contract's routings."""
         if (config.key(), tokens, name) in self._verified:
             return
         subject = Subject(config, self._executor, self._layers)
         for routed, _ in self.contract.routings:
             case = make_case(self.contract, tokens, routed, "gaussian", self._seed)
-            local, expected = case.local(self.contract.experts), self._layers.expected(self._rank, case)
-            outputs = subject.run(self._rank, case, name)
-            *_, reasons = verify.check_output(self.contract, expected, local, outputs.out)
-            if reasons:
-                raise WrongResult(
-                    f"{config.key()}, {name} plan, {case.name}, {self._executor.name}: {'; '.join(reasons)}"
-                )
+            subject.require(self._rank, case, name)
         self._verified.add((config.key(), tokens, name))
 
     def _time(self, made: Sequence[Plan], tokens: int, rounds: int, drop_us: float) -> list[Timing]:
@@ -274,7 +268,7 @@ class DeviceEvaluator:
         wanted = 1 if self._warm or not touched else layers_needed(info.l2_bytes, touched)
         images = [self._executor.images(one) for one in made]
         names, shares = zip(*self.contract.routings, strict=True)
-        raw = self._executor.time(trial.Request(made, images, (), tokens, pools, shares, wanted, rounds, drop_us))
+        raw = self._executor.time(trial.Request(made, images, tokens, pools, shares, wanted, rounds, drop_us))
         details = {
             **raw.details,
             "code": self._executor.mode,

@@ -53,8 +53,8 @@ class Linear:
 class Buffer:
     """An operand in memory. `dtype` is numpy's name; TOPK_IDS may be int64 as well.
 
-    Counters are int32 workspace that is zero before the first launch of a step and that the plan's kernels leave zero,
-    so that the next step finds it as the first did.
+    Counters are workspace that is zero before the first launch of a step and that the plan's kernels leave zero, so
+    that the next step finds it as the first did: counts, and values that are their own flags.
     """
 
     name: str
@@ -251,7 +251,7 @@ def _tile_constants(
 
 def _arena(contract: Contract, stage: Stage, tile: Tile) -> int:
     """Shared memory of a CTA at work on one stage: each warp's stage, the rows, and the slots of a pass a warp."""
-    gemm = contract.w13 if stage == "w13" else contract.w2
+    gemm = contract.gemm(stage)
     warps = tile.threads // 32
     rows = 0
     if tile.family == "simt":
@@ -265,7 +265,7 @@ def _arena(contract: Contract, stage: Stage, tile: Tile) -> int:
 
 def items(contract: Contract, stage: Stage, tile: Tile) -> int:
     """CTAs' worth of work of one segment."""
-    gemm = contract.w13 if stage == "w13" else contract.w2
+    gemm = contract.gemm(stage)
     return gemm.n // tile_columns(contract) // tile.tiles
 
 
@@ -387,7 +387,7 @@ def make(contract: Contract, config: Config, name: PlanName = "fused", *, load_o
     if name not in PLANS:
         raise RequestError(f"plan {name!r}: expected one of {', '.join(PLANS)}")
     for stage in STAGES:
-        chosen, gemm = config.stage(stage), contract.w13 if stage == "w13" else contract.w2
+        chosen, gemm = config.stage(stage), contract.gemm(stage)
         if chosen.family not in families(contract):
             raise InvalidConfig(
                 f"{stage} config {chosen.key()}: the tensor family reads sm70-u4; contract {contract.name} is "

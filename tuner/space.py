@@ -121,7 +121,7 @@ def tensor_rows(contract: Contract, stage: Stage) -> int:
 
 
 def _tiles(contract: Contract, stage: Stage) -> Iterator[Tile]:
-    gemm = contract.w13 if stage == "w13" else contract.w2
+    gemm = contract.gemm(stage)
     steps, columns = gemm.k // STEP, gemm.n // tile_columns(contract)
     rows: dict[Family, tuple[int, ...]] = {
         "simt": tuple(r for r in SIMT_ROWS if r <= contract.max_tokens * contract.top_k),

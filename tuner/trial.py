@@ -40,7 +40,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to time: some stages (all when empty) of one or more plans, interleaved.
+    """What to time: one or more plans, interleaved.
 
     pools: by plan name, the operands of each routing's steps; shares: how much each routing counts. layers: how many
     copies of the weights to use in turn. drop_us: after SCREEN_ROUNDS, a single plan above it is given up.
@@ -48,7 +48,6 @@ class Request:
 
     plans: Sequence[Plan]
     images: Sequence[Mapping[str, Image]]
-    stages: tuple[str, ...]
     tokens: int
     pools: Mapping[PlanName, Sequence[Sequence[Mapping[str, Any]]]]
     shares: Sequence[float]
@@ -179,12 +178,12 @@ def run(
 def measure(ordinal: int, request: Request, code: Code) -> Raw:
     session = _session(ordinal)
     first = request.plans[0]
-    layers = session.layers(_weights(first, request.stages, request.pools[first.name][0][0]), request.layers)
+    layers = session.layers(_held(request.pools[first.name][0][0]), request.layers)
     beds = [
         _Bed(session, request.tokens, {name: pools[i] for name, pools in request.pools.items()}, layers, code)
         for i in range(len(request.shares))
     ]
-    arms = [Arm(*each, request.stages) for each in zip(request.plans, request.images, strict=True)]
+    arms = [Arm(*each) for each in zip(request.plans, request.images, strict=True)]
     graphs = [[bed.graph(arm) for bed in beds] for arm in arms]
     us, details = _sample(session.gpu, graphs, np.asarray(request.shares), request.rounds, request.drop_us)
     for bed in beds:
@@ -193,10 +192,9 @@ def measure(ordinal: int, request: Request, code: Code) -> Raw:
     return Raw(us, len(layers), {**details, "launches": beds[0].count, "routings": routings, "layers": len(layers)})
 
 
-def _weights(plan: Plan, stages: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Held]:
-    """What is held on the GPU of the operands that these stages read."""
-    names = {name for launch in plan.launches if not stages or launch.stage in stages for name in launch.arguments}
-    return {name: value for name, value in given.items() if name in names and isinstance(value, Held)}
+def _held(given: Mapping[str, Any]) -> dict[str, Held]:
+    """What is held on the GPU of a step's operands: its weights."""
+    return {name: value for name, value in given.items() if isinstance(value, Held)}
 
 
 class _Bed:
@@ -297,8 +295,8 @@ def _resident(session: _Session, given: Mapping[str, Any]) -> dict[str, Resident
 
 
 def _bed(session: _Session, cell: Cell, code: Code) -> _Bed:
-    held = {name: value for name, value in cell.pools["fused"][0].items() if isinstance(value, Held)}
-    return _Bed(session, cell.tokens, cell.pools, session.layers(held, cell.layers), code)
+    layers = session.layers(_held(cell.pools["fused"][0]), cell.layers)
+    return _Bed(session, cell.tokens, cell.pools, layers, code)
 
 
 def _sample(

@@ -17,7 +17,7 @@ import numpy as np
 from tuner import awq, host, plan, render, routing
 from tuner.cases import INPUTS, Case, edge_cases, make_case
 from tuner.contract import Contract
-from tuner.errors import LaunchFailed, TrialTimeout
+from tuner.errors import LaunchFailed, TrialTimeout, WrongResult
 from tuner.plan import PLANS, Outputs, Plan, PlanName
 from tuner.reference import Array, Difference, Layer, Reference, compare
 from tuner.space import Config
@@ -226,6 +226,20 @@ class Subject:
         """One run of a plan on a case. Raises what the executor raises."""
         made = plan.make(self.layers.contract, self.config, name)
         return self.executor.run(made, operands(made, self.layers.weights(rank), case), case.tokens, order)
+
+    def require(self, rank: int, case: Case, name: PlanName = "fused") -> None:
+        """One run of a plan against the references, its hidden rows too where it keeps them; bits are not compared.
+
+        Raises WrongResult, and what the executor raises.
+        """
+        contract, outputs = self.layers.contract, self.run(rank, case, name)
+        local, expected = case.local(contract.experts), self.layers.expected(rank, case)
+        *_, reasons = check_output(contract, expected, local, outputs.out)
+        if name in KEEP_HIDDEN:
+            reasons += check_hidden(contract, expected, local, outputs.hidden)[1]
+        if reasons:
+            where = f"{self.config.key()}, {name} plan, {case.name}, {self.executor.name}"
+            raise WrongResult(f"{where}: {'; '.join(reasons)}")
 
     def judge(self, rank: int, case: Case, runs: Sequence[tuple[PlanName, int]]) -> Verdict:
         """The first of `runs`, (plan, order) each, against the references; the others must give its bits.
