@@ -1,9 +1,10 @@
 // W13, W2 and combine in one launch, as one stream of work.
 //
 // CTAs take items by ticket: first every item of W13, then those of W2, segment by segment, then each token's. An item
-// waits only for items of lower tickets, and a CTA takes its next ticket when it has nothing left to wait for: so nothing
-// deadlocks, however few CTAs the GPU holds at once and in whatever order it starts them. A W2 item asks for its weights
-// before it waits for its rows, so that the memory does not fall silent between the two.
+// waits only for items of lower tickets, and a CTA works in the order of its tickets, of which it takes one ahead: so the
+// lowest unfinished ticket waits for nothing, and nothing deadlocks, however few CTAs the GPU holds at once and in whatever
+// order it starts them. A W2 item asks for its weights before it waits for its rows, so that the memory does not fall
+// silent between the two.
 
 // Counters of a step, zero before a launch and after it: the next ticket, then for each segment how many CTAs have read
 // its hidden rows.
@@ -22,8 +23,6 @@ struct Tickets {
 struct NoStage {
   static constexpr int kItems = 0;
   struct Arena {};
-  template <class Segments>
-  __device__ __forceinline__ void run(Arena&, Segments&, int) const {}
 };
 
 template <class C, class First, class Second, class Segments>
@@ -51,27 +50,39 @@ struct Op {
     const int second_begin = segments.count() * First::kItems;
     const int combine_begin = second_begin + segments.count() * Second::kItems;
     const int end = combine_begin + segments.tokens() * Combine<C>::kItems;
-#pragma unroll 1
-    for (int turn = 0;; turn ^= 1) {
+    int turn = 1;
+    const auto take = [&] {
+      turn ^= 1;
       if (threadIdx.x == 0) arena.tickets[turn] = next;
       __syncthreads();
       const int ticket = arena.tickets[turn];
-      if (ticket >= end) return tickets.close(ticket, end);
-      if (threadIdx.x == 0) next = tickets.take();  // back by the time it is wanted
-      if (ticket < second_begin) {
-        segments.open(ticket / max(First::kItems, 1));
-        first.run(arena.parts.first, segments, ticket % max(First::kItems, 1));
-      } else if (ticket < combine_begin) {
-        const int segment = (ticket - second_begin) / Second::kItems;
-        segments.open(segment);
-        second.run(arena.parts.second, segments, (ticket - second_begin) % Second::kItems);
-        if constexpr (First::kItems > 0 && !C::kLoadOnly) {
-          if (warp_id() == 0) clear(segments, arena.parts.second.slots[0], tickets.readers(segment));
-        }
-      } else {
-        combine.run(segments, (ticket - combine_begin) / Combine<C>::kItems, (ticket - combine_begin) % Combine<C>::kItems);
+      if (threadIdx.x == 0 && ticket < end) next = tickets.take();  // back by the time it is wanted
+      return ticket;
+    };
+    int ticket = take();
+    // A loop a stage, so that no stage's registers are held through another.
+    if constexpr (First::kItems > 0) {
+#pragma unroll 1
+      for (; ticket < second_begin; ticket = take()) {
+        segments.open(ticket / First::kItems);
+        first.run(arena.parts.first, segments, ticket % First::kItems);
       }
     }
+#pragma unroll 1
+    for (; ticket < combine_begin; ticket = take()) {
+      const int segment = (ticket - second_begin) / Second::kItems;
+      segments.open(segment);
+      second.run(arena.parts.second, segments, (ticket - second_begin) % Second::kItems);
+      if constexpr (First::kItems > 0 && !C::kLoadOnly) {
+        if (warp_id() == 0) clear(segments, arena.parts.second.slots[0], tickets.readers(segment));
+      }
+    }
+#pragma unroll 1
+    for (; ticket < end; ticket = take()) {
+      const int item = ticket - combine_begin;
+      combine.run(segments, item / Combine<C>::kItems, item % Combine<C>::kItems);
+    }
+    tickets.close(ticket, end);
   }
 
  private:

@@ -42,7 +42,7 @@ struct Routing {
 };
 
 // Both sources below are used by whole CTAs at first, by whole warps afterwards, and answer every lane alike:
-//   begin(arena): makes ready to be asked; holds barriers;
+//   begin(arena): makes ready to be asked, after one more barrier of the caller's; may hold barriers;
 //   tokens(), count(): of the step; segments;
 //   open(i): goes to segment i;  expert: its expert;
 //   rows<n>(from, slots): the open segment's rows from the from-th on, at most n into the warp's own shared memory;
@@ -68,6 +68,7 @@ struct RoutedSegments {
   __device__ __forceinline__ void begin(Arena& shared) {
     arena = &shared;
     const int slots = routing.tokens * C::kTopK;
+    if (slots <= 32) return match(shared, slots);
 #pragma unroll 1
     for (int e = threadIdx.x; e < C::kExperts; e += blockDim.x) shared.first[e] = C::kMaxSlots;
     routing.template stage<C>(shared.experts);
@@ -121,6 +122,19 @@ struct RoutedSegments {
     __syncwarp();
     return found;
   }
+
+ private:
+  // begin of a step that has a lane for each slot: every warp finds the segments for itself, and none waits.
+  __device__ __forceinline__ void match(Arena& shared, int slots) {
+    const int routed_to = routing.template expert_of<C>(min(lane_id(), slots - 1));
+    const int expert = lane_id() < routing.live() * C::kTopK ? routed_to : -1;
+    const unsigned same = __match_any_sync(0xffffffffu, expert);
+    const unsigned firsts = __ballot_sync(0xffffffffu, expert >= 0 && __ffs(same) - 1 == lane_id());
+    segments = __popc(firsts);
+    if (warp_id() > 0) return;
+    if (lane_id() < slots) shared.experts[lane_id()] = expert;
+    if (lane_id() == 0) shared.firsts[0] = firsts;
+  }
 };
 
 // Segments listed in memory by a compaction kernel.
@@ -148,7 +162,6 @@ struct ListedSegments {
     const int listed_end = segment_begin[count()];
 #pragma unroll 1
     for (int at = segment_begin[0] + threadIdx.x; at < listed_end; at += blockDim.x) shared.routed[listed[at]] = 1;
-    __syncthreads();
   }
   __device__ __forceinline__ int tokens() const { return step_tokens; }
   __device__ __forceinline__ int count() const { return *segment_count; }

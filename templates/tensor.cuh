@@ -33,9 +33,9 @@ __device__ __forceinline__ void mma(float* d, unsigned a0, unsigned a1, unsigned
 }
 #endif
 
-// The eight q - z of a word of sm70-u4 as four half2 along k, from low = -(1024 + z) as half2: exact. A nibble is not shifted all
-// the way down: under the exponent of 1024 it reads as 1024 + q, or four bits further up as 1024 + 16 q, which a fused
-// step brings to q - z.
+// The eight q - z of a word of sm70-u4 as four half2 along k, from low = -(1024 + z) as half2: exact. A nibble is not
+// shifted all the way down: under the exponent of 1024 it reads as 1024 + q, or four bits further up as 1024 + 16 q, which
+// a fused step brings to q - z.
 #if defined(__CUDA_ARCH__) && !defined(VOLTUNE_PLAIN)
 __device__ __forceinline__ void differences(unsigned (&pairs)[4], unsigned word, unsigned low) {
   unsigned high;  // -(64 + z)

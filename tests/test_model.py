@@ -96,7 +96,6 @@ def test_floors_are_the_published_ones_in_every_layout(active: float, w13: float
     for of in (QWEN, replace(QWEN, layout="awq", stats_bytes=0, interleaved=False)):
         assert model.floor(of, "w13", active, V100) == pytest.approx(w13, abs=0.05)
         assert model.floor(of, "w2", active, V100) == pytest.approx(w2, abs=0.05)
-        assert model.floor(of, "op", active, V100) == pytest.approx(w13 + w2, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_candidates_have_a_finite_time_above_the_floor(name: str) -> None:
     for dev in (V100, H200):
         for tokens in (of.levels[0], of.max_tokens):
             rows = routing.make("uniform", of, tokens, 0).rows_per_segment
-            least = model.floor(of, "op", len(rows), dev)
+            least = sum(model.floor(of, stage, len(rows), dev) for stage in space.STAGES)
             for config in some:
                 if plan.why_invalid(of, config, dev) is None:
                     us = predicted(rows, tokens=tokens, dev=dev, config=config, of=of, registers=48).us
@@ -277,8 +276,3 @@ def test_the_mean_over_a_pool_weighs_its_routings() -> None:
 def test_a_stage_that_the_plan_does_not_launch_is_refused() -> None:
     with pytest.raises(RequestError, match="launches no stage 'w13': op"):
         model.predict(QWEN, plan.make(QWEN, TENSOR), Resources(128, 0), [1], 1, V100, "w13")
-
-
-def test_a_stage_without_weights_has_no_floor() -> None:
-    with pytest.raises(RequestError, match="compact"):
-        model.floor(QWEN, "compact", 10, V100)

@@ -27,6 +27,7 @@ from tuner.verify import Layers, Subject, Verdict
 FOUR_BYTES = LAYOUTS["sm70-u4 4-byte concatenated"]
 AWQ = LAYOUTS["awq"]
 MANY = replace(SMALL, experts=40)  # more than a word of bits has
+CROWD = replace(SMALL, experts=1056)  # more words of bits than a warp has lanes
 LONE = replace(SMALL, top_k=1)  # one slot a token
 WIDE = replace(MANY, top_k=20)  # more routes of a token than are combined at once
 LONG = replace(SMALL, intermediate=288)  # more K of W2 than a warp loads at once, and nine steps
@@ -354,7 +355,23 @@ MUTATIONS = (
     ),
     Mutation("warp's barrier after a pass's listed slots", "__syncwarp();\n    return left;", "return left;", PLAN),
     Mutation("barrier of the compaction after ids", "(arena.experts);\n  __syncthreads();", "(arena.experts);", PLAN),
-    Mutation("barrier of the compaction after first slots", "= slot;\n  }\n  __syncthreads();", "= slot;\n  }", PLAN),
+    Mutation(
+        "barrier of the compaction after ranks",
+        "rank_slots(arena, slots);\n  __syncthreads();",
+        "rank_slots(arena, slots);",
+        PLAN,
+        MANY,
+    ),
+    Mutation(
+        "barrier of the compaction after a word's sums", "= sum;\n  }\n  __syncthreads();", "= sum;\n  }", PLAN, MANY
+    ),
+    Mutation(
+        "barrier of the compaction after all sums",
+        "= Below::slots(carried);\n    }\n  }\n  __syncthreads();",
+        "= Below::slots(carried);\n    }\n  }",
+        PLAN,
+        MANY,
+    ),
     Mutation(
         "barrier of the sorted compaction",
         "arena.occupied[word] = mask;\n  }\n  __syncthreads();",
@@ -468,7 +485,7 @@ MUTATIONS = (
         *W2_FIRST,
         TIMEOUT,
     ),
-    Mutation("first item of a segment for all", "ticket % max(First::kItems, 1)", "0", TIMEOUT),
+    Mutation("first item of a segment for all", "ticket % First::kItems", "0", TIMEOUT),
     Mutation(
         "values taken before they are there",
         "while (missing);",
@@ -729,7 +746,7 @@ MUTATIONS = (
         TENSOR_ENGINE,
     ),
     # Routing
-    Mutation("padding tokens routed", "slot < live_slots ? expert : -1", "expert", edge("no live token")),
+    Mutation("padding tokens routed", "slot < live_slots ? expert : -1", "expert", PLAN),
     Mutation(
         "live tokens not held to the step's",
         "min(max(*live_tokens, 0), tokens)",
@@ -779,32 +796,51 @@ MUTATIONS = (
         "(1u << lane_id()) - 1u)) == 0;",
         TIMEOUT,
     ),
+    Mutation(
+        "slots of padding tokens among a small step's",
+        "lane_id() < routing.live() * C::kTopK ? routed_to : -1",
+        "routed_to",
+        edge("no live token"),
+    ),
+    Mutation(
+        "segments of a small step not handed on", "shared.firsts[0] = firsts;", ";", edge("ids below 0"), hangs=True
+    ),
+    Mutation(
+        "experts of a small step not handed on",
+        "shared.experts[lane_id()] = expert;",
+        "",
+        edge("ids below 0"),
+        hangs=True,
+    ),
     # Compaction
     Mutation(
-        "compaction's positions one off", "(e >= 0 && e < expert) || same", "(e >= 0 && e <= expert) || same", PLAN
-    ),
-    Mutation(
-        "compaction's segment begins one off",
-        "const bool below = e >= 0 && e < expert;",
-        "const bool below = e >= 0 && e <= expert;",
+        "compaction's ranks one off",
+        "const int earlier = __popc(same & ((1u << lane_id()) - 1u));",
+        "const int earlier = __popc(same & ((2u << lane_id()) - 1u));",
         PLAN,
     ),
     Mutation(
-        "compaction's list not closed", "slot <= slots; slot += blockDim.x", "slot < slots; slot += blockDim.x", PLAN
-    ),
-    Mutation("compaction lists an expert at each of its slots", "expert >= 0 && earlier == 0", "expert >= 0", PLAN),
-    Mutation(
-        "compaction counts slots without an expert",
-        "position += (e >= 0 && e < expert)",
-        "position += (e < expert)",
+        "compaction's ranks begun anew in each word",
+        "arena.before[expert] = before + __popc(same);",
+        "arena.before[expert] = __popc(same);",
         PLAN,
     ),
     Mutation(
-        "compaction of all experts counts slots without one",
-        "begin += arena.experts[slot] >= 0 && arena.experts[slot] < expert",
-        "begin += arena.experts[slot] < expert",
+        "compaction's sums with the expert itself",
+        "arena.before[expert] = sum - own;",
+        "arena.before[expert] = sum;",
         PLAN,
     ),
+    Mutation("compaction's sums without the words before", " + arena.words[expert / 32]", "", PLAN, MANY),
+    Mutation(
+        "compaction's sums without the 32 words before",
+        "int sum = carried + inclusive",
+        "int sum = inclusive",
+        PLAN,
+        CROWD,
+    ),
+    Mutation("compaction counts experts without slots", "slots << 16 | (slots > 0)", "slots << 16 | 1", PLAN),
+    Mutation("compaction's list not closed", "list.segment_begin[segments] = Below::slots(carried);", "", PLAN),
     Mutation(
         "sorted compaction lists experts without rows",
         "offsets[expert + 1] > offsets[expert]",
@@ -837,12 +873,6 @@ MUTATIONS = (
 
 # What no check finds, since the result stays right; for each, why.
 EQUIVALENT = (
-    Mutation(
-        "barrier of the listed segments after slots are routed",
-        "shared.routed[listed[at]] = 1;\n    __syncthreads();",
-        "shared.routed[listed[at]] = 1;",
-        "who asks has passed a ticket's barrier as well",
-    ),
     Mutation(
         "warp's barrier before a pass's slots",
         "__syncwarp();  // the rows before these are done with\n    int found",

@@ -13,8 +13,7 @@ from tuner.contract import Contract
 from tuner.errors import InvalidConfig
 from tuner.measure import Timing
 from tuner.model import Device, Resources
-from tuner.render import Source
-from tuner.space import STAGES, Config, Tile
+from tuner.space import STAGES, Config, Stage, Tile
 
 SEEDS = (0, 1, 2, 3)  # of the routings a prediction is averaged over
 GUESSES = 16  # that a search tries first
@@ -40,12 +39,16 @@ def floor(contract: Contract, tokens: int, dev: Device) -> float:
     return sum(model.floor(contract, stage, active_experts(contract, tokens), dev) for stage in STAGES)
 
 
-def _registers(tile: Tile, dev: Device) -> int:
-    """About how many registers a thread of a tile needs before any spill: accumulators and addresses, seven a step of
-    weights and statistics in flight, and rows."""
-    if tile.family == "tensor":
-        return (140 if dev.arch.startswith("sm_7") else 40) + 7 * tile.unroll + 4 * min(tile.unroll, 5)
-    return 60 + 7 * tile.unroll + 12 * tile.rows
+def _registers(stage: Stage, tile: Tile, dev: Device) -> int:
+    """About how many registers a thread of a stage needs before any spill: accumulators and addresses, seven a step of
+    weights and statistics in flight, and rows, which tensor cores read from shared memory in W2."""
+    if tile.family == "simt":
+        return 60 + 7 * tile.unroll + 12 * tile.rows
+    ahead = 2 if tile.unroll > 5 and tile.unroll % 2 == 0 else tile.unroll  # Tensor::kRowSteps
+    rows = 4 * ahead if stage == "w13" else 0
+    if dev.arch.startswith("sm_7"):
+        return (105 if stage == "w13" else 85) + 7 * tile.unroll + rows
+    return 40 + 7 * tile.unroll + rows
 
 
 def guesses(contract: Contract, tokens: int, dev: Device, count: int = GUESSES) -> tuple[Config, ...]:
@@ -60,7 +63,7 @@ def guesses(contract: Contract, tokens: int, dev: Device, count: int = GUESSES) 
         launch = made.launch("op")
         threads = -(-max(config.resident, launch.block) // 128) * 128  # registers are given to four warps at a time
         registers = min(dev.registers_per_thread, dev.registers_per_sm // threads // 8 * 8)
-        if max(_registers(config.stage(stage), dev) for stage in STAGES) > registers:
+        if max(_registers(stage, config.stage(stage), dev) for stage in STAGES) > registers:
             continue
         resources = Resources(registers, launch.shared.at(tokens))
         found.append((model.predict_op(contract, made, resources, routings, tokens, dev).us, config))
@@ -88,11 +91,11 @@ class ModelEvaluator:
 
     def prefetch(self, configs: Sequence[Config]) -> None:
         """Starts building the op's kernels in other processes."""
-        self._builds.prefetch([self._source(config) for config in configs])
+        self._builds.prefetch([render.render_op(self.contract, config) for config in configs])
 
     def image(self, config: Config) -> Image:
         """The op's built kernel. Raises BuildFailed, MissingTool, InvalidConfig."""
-        return self._builds.image(self._source(config))
+        return self._builds.image(render.render_op(self.contract, config))
 
     def evaluate(self, config: Config, tokens: int) -> Timing:
         """The mean over the contract's routings, by their weights.
@@ -111,6 +114,3 @@ class ModelEvaluator:
         us = round(found.us, 3)
         terms = {name: round(value, 3) for name, value in found.parts.items()}
         return Timing(us, us, us, (), self.device, {"bound": found.bound, **terms}, self.word)
-
-    def _source(self, config: Config) -> Source:
-        return render.render(plan.make(self.contract, config))["op"]

@@ -21,7 +21,6 @@ from tuner.contract import Contract
 from tuner.device import Array, Code, GpuInfo, Operands
 from tuner.errors import LaunchFailed, TrialTimeout
 from tuner.plan import Outputs, Plan, PlanName
-from tuner.render import Source
 from tuner.space import Config
 from tuner.verify import Layers, Subject
 from tuner.worker import Worker
@@ -207,7 +206,7 @@ class DeviceEvaluator:
 
     def prefetch(self, configs: Sequence[Config]) -> None:
         """Starts building the op's kernels in other processes."""
-        self._executor.builds.prefetch([self._source(config) for config in configs])
+        self._executor.builds.prefetch([render.render_op(self.contract, config) for config in configs])
 
     def evaluate(self, config: Config, tokens: int) -> Timing:
         """Verifies the config at `tokens`, then times it; SCREEN_ROUNDS only where it takes DROP times the best.
@@ -237,10 +236,7 @@ class DeviceEvaluator:
 
     def image(self, config: Config) -> Image:
         """The op's built kernel. Raises BuildFailed, MissingTool."""
-        return self._executor.builds.image(self._source(config))
-
-    def _source(self, config: Config) -> Source:
-        return render.render(plan.make(self.contract, config))["op"]
+        return self._executor.builds.image(render.render_op(self.contract, config))
 
     def _verify(self, config: Config, tokens: int, name: PlanName = "fused") -> None:
         """Raises WrongResult unless the plan is right for each of the contract's routings."""

@@ -114,13 +114,10 @@ def expert_bytes(contract: Contract, gemm: Gemm) -> float:
     return gemm.k * gemm.n / 2 + gemm.groups * gemm.n * stats
 
 
-def floor(contract: Contract, stage: str, active: float, dev: Device) -> float:
-    """Least microseconds to read `active` experts' int4 weights, f16 scales and 4-bit zeros, whatever the layout.
-
-    stage: w13, w2, or op for both. Raises RequestError for another.
-    """
-    gemms = [contract.w13, contract.w2] if stage == "op" else [_gemm(contract, stage)]
-    nbytes = sum(gemm.k * gemm.n / 2 + gemm.groups * gemm.n * FLOOR_STATS_BYTES for gemm in gemms)
+def floor(contract: Contract, stage: Stage, active: float, dev: Device) -> float:
+    """Least microseconds to read `active` experts' int4 weights, f16 scales and 4-bit zeros, whatever the layout."""
+    gemm = contract.gemm(stage)
+    nbytes = gemm.k * gemm.n / 2 + gemm.groups * gemm.n * FLOOR_STATS_BYTES
     return active * nbytes / (dev.bandwidth_gbs * 1e3)
 
 
@@ -259,7 +256,7 @@ class _Launch:
 
     def passes(self, stage: Stage, rows: int) -> Iterator[_Pass]:
         """The passes over a segment of so many rows: its weights come from DRAM once, from L2 after that."""
-        dev, fit, tile, gemm = self.dev, self.fit, self.plan.config.stage(stage), _gemm(self.contract, stage)
+        dev, fit, tile, gemm = self.dev, self.fit, self.plan.config.stage(stage), self.contract.gemm(stage)
         steps = gemm.k // STEP // tile.split_k  # of a warp
         rounds = steps / tile.unroll
         weights = tile.tiles * tile_columns(self.contract) / gemm.n * expert_bytes(self.contract, gemm)
@@ -340,10 +337,10 @@ class _Launch:
 
     def counts(self, stages: Sequence[Stage]) -> dict[str, float]:
         of = {stage: self.segments * self.items(stage) for stage in stages}
-        once = sum(self.segments * expert_bytes(self.contract, _gemm(self.contract, stage)) for stage in stages)
+        once = sum(self.segments * expert_bytes(self.contract, self.contract.gemm(stage)) for stage in stages)
         moved = sum(
             self.segments
-            * expert_bytes(self.contract, _gemm(self.contract, stage))
+            * expert_bytes(self.contract, self.contract.gemm(stage))
             * self.waste(self.plan.config.stage(stage))
             for stage in stages
         )
@@ -358,7 +355,7 @@ class _Launch:
 
     def in_flight(self, stage: Stage) -> float:
         """Bytes of weights and statistics that the resident CTAs can have asked for at once."""
-        tile, gemm = self.plan.config.stage(stage), _gemm(self.contract, stage)
+        tile, gemm = self.plan.config.stage(stage), self.contract.gemm(stage)
         a_step = expert_bytes(self.contract, gemm) / gemm.n / gemm.k * STEP * tile_columns(self.contract)
         return min(self.resident, self.segments * self.items(stage)) * self.warps * tile.unroll * a_step
 
@@ -366,9 +363,3 @@ class _Launch:
 def _half_waste(run: float) -> float:
     """Bytes moved over bytes wanted for runs of `run` bytes in DRAM accesses of 64, half of the waste shared."""
     return (1 + math.ceil(run / DRAM_ATOM) * DRAM_ATOM / run) / 2
-
-
-def _gemm(contract: Contract, stage: str) -> Gemm:
-    if stage not in ("w13", "w2"):
-        raise RequestError(f"stage {stage!r} has no weights to read; expected w13 or w2")
-    return contract.w13 if stage == "w13" else contract.w2

@@ -319,10 +319,11 @@ def _stage(contract: Contract, stage: Stage, config: Config, name: PlanName) -> 
 
 def _compact(contract: Contract, name: PlanName) -> Launch:
     arguments: tuple[str, ...] = (*_ROUTING, *_SEGMENTS, "SEGMENT_ROWS")
-    template, arena = "compact", 2 * 4 * _slots(contract)
+    words = -(-contract.experts // 32)
+    template, arena = "compact", 4 * (2 * _slots(contract) + contract.experts + words)
     if name == "sorted":
         arguments = ("OFFSETS", *_SEGMENTS)
-        template, arena = "compact_sorted", 4 * -(-contract.experts // 32)
+        template, arena = "compact_sorted", 4 * words
     return Launch(
         stage="compact",
         template=template,

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import jinja2
 
+from tuner import plan
+from tuner.contract import Contract
 from tuner.plan import Launch, Plan
+from tuner.space import Config
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 
@@ -68,7 +71,12 @@ def render_launch(launch: Launch, contract_digest: str) -> Source:
 _TILE_CONSTANTS = ("kTiles", "kSplitK", "kUnroll", "kRows", "kKeepEmpty", "kLoadOnly")
 
 
-def render(plan: Plan) -> Mapping[str, Source]:
+def render(made: Plan) -> Mapping[str, Source]:
     """The sources of a plan, by stage."""
-    digest = plan.contract.digest()
-    return {launch.stage: render_launch(launch, digest) for launch in plan.launches}
+    digest = made.contract.digest()
+    return {launch.stage: render_launch(launch, digest) for launch in made.launches}
+
+
+def render_op(contract: Contract, config: Config) -> Source:
+    """The source of the whole op as one launch: what is tuned."""
+    return render(plan.make(contract, config))["op"]

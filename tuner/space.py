@@ -135,6 +135,12 @@ def _tiles(contract: Contract, stage: Stage) -> Iterator[Tile]:
                     yield Tile(family, warps // split, split, unroll, r)
 
 
+def _residents(threads: int) -> Iterator[int]:
+    """Of the counts that leave room for equally many CTAs, the least: they build the same kernel."""
+    fitting = {resident // threads: resident for resident in reversed(RESIDENT) if threads <= resident}
+    yield from sorted(fitting.values())
+
+
 def candidates(contract: Contract) -> tuple[Config, ...]:
     """Every configuration whose sizes divide the contract's, whatever the device, in a fixed order. Both stages are of
     one family and, on the ordinary cores, of as many rows a pass: what suits a routing suits it in both."""
@@ -145,7 +151,7 @@ def candidates(contract: Contract) -> tuple[Config, ...]:
         if w13.threads == w2.threads and w13.family == w2.family and (w13.family == "tensor" or w13.rows == w2.rows)
     ]
     wide = [pair for pair in fitting if pair[0].threads // 32 in WARPS] or fitting
-    return tuple(Config(*pair, resident) for pair in wide for resident in RESIDENT if pair[0].threads <= resident)
+    return tuple(Config(*pair, resident) for pair in wide for resident in _residents(pair[0].threads))
 
 
 def parameters(config: Config) -> dict[str, str | int]:

@@ -17,7 +17,7 @@ struct W2Config {
   static constexpr int kSplitK = 1;
   static constexpr int kUnroll = 5;
   static constexpr int kRows = 4;
-  static constexpr int kMinCtas = 2;
+  static constexpr int kMinCtas = 1;
   static constexpr int kPublished = 0;
   static constexpr int kLoadOnly = 0;
 };
@@ -139,7 +139,7 @@ struct Routing {
 };
 
 // Both sources below are used by whole CTAs at first, by whole warps afterwards, and answer every lane alike:
-//   begin(arena): makes ready to be asked; holds barriers;
+//   begin(arena): makes ready to be asked, after one more barrier of the caller's; may hold barriers;
 //   tokens(), count(): of the step; segments;
 //   open(i): goes to segment i;  expert: its expert;
 //   rows<n>(from, slots): the open segment's rows from the from-th on, at most n into the warp's own shared memory;
@@ -165,6 +165,7 @@ struct RoutedSegments {
   __device__ __forceinline__ void begin(Arena& shared) {
     arena = &shared;
     const int slots = routing.tokens * C::kTopK;
+    if (slots <= 32) return match(shared, slots);
 #pragma unroll 1
     for (int e = threadIdx.x; e < C::kExperts; e += blockDim.x) shared.first[e] = C::kMaxSlots;
     routing.template stage<C>(shared.experts);
@@ -218,6 +219,19 @@ struct RoutedSegments {
     __syncwarp();
     return found;
   }
+
+ private:
+  // begin of a step that has a lane for each slot: every warp finds the segments for itself, and none waits.
+  __device__ __forceinline__ void match(Arena& shared, int slots) {
+    const int routed_to = routing.template expert_of<C>(min(lane_id(), slots - 1));
+    const int expert = lane_id() < routing.live() * C::kTopK ? routed_to : -1;
+    const unsigned same = __match_any_sync(0xffffffffu, expert);
+    const unsigned firsts = __ballot_sync(0xffffffffu, expert >= 0 && __ffs(same) - 1 == lane_id());
+    segments = __popc(firsts);
+    if (warp_id() > 0) return;
+    if (lane_id() < slots) shared.experts[lane_id()] = expert;
+    if (lane_id() == 0) shared.firsts[0] = firsts;
+  }
 };
 
 // Segments listed in memory by a compaction kernel.
@@ -245,7 +259,6 @@ struct ListedSegments {
     const int listed_end = segment_begin[count()];
 #pragma unroll 1
     for (int at = segment_begin[0] + threadIdx.x; at < listed_end; at += blockDim.x) shared.routed[listed[at]] = 1;
-    __syncthreads();
   }
   __device__ __forceinline__ int tokens() const { return step_tokens; }
   __device__ __forceinline__ int count() const { return *segment_count; }
@@ -634,9 +647,9 @@ __device__ __forceinline__ void mma(float* d, unsigned a0, unsigned a1, unsigned
 }
 #endif
 
-// The eight q - z of a word of sm70-u4 as four half2 along k, from low = -(1024 + z) as half2: exact. A nibble is not shifted all
-// the way down: under the exponent of 1024 it reads as 1024 + q, or four bits further up as 1024 + 16 q, which a fused
-// step brings to q - z.
+// The eight q - z of a word of sm70-u4 as four half2 along k, from low = -(1024 + z) as half2: exact. A nibble is not
+// shifted all the way down: under the exponent of 1024 it reads as 1024 + q, or four bits further up as 1024 + 16 q, which
+// a fused step brings to q - z.
 #if defined(__CUDA_ARCH__) && !defined(VOLTUNE_PLAIN)
 __device__ __forceinline__ void differences(unsigned (&pairs)[4], unsigned word, unsigned low) {
   unsigned high;  // -(64 + z)
@@ -1076,9 +1089,10 @@ struct Combine {
 // W13, W2 and combine in one launch, as one stream of work.
 //
 // CTAs take items by ticket: first every item of W13, then those of W2, segment by segment, then each token's. An item
-// waits only for items of lower tickets, and a CTA takes its next ticket when it has nothing left to wait for: so nothing
-// deadlocks, however few CTAs the GPU holds at once and in whatever order it starts them. A W2 item asks for its weights
-// before it waits for its rows, so that the memory does not fall silent between the two.
+// waits only for items of lower tickets, and a CTA works in the order of its tickets, of which it takes one ahead: so the
+// lowest unfinished ticket waits for nothing, and nothing deadlocks, however few CTAs the GPU holds at once and in whatever
+// order it starts them. A W2 item asks for its weights before it waits for its rows, so that the memory does not fall
+// silent between the two.
 
 // Counters of a step, zero before a launch and after it: the next ticket, then for each segment how many CTAs have read
 // its hidden rows.
@@ -1097,8 +1111,6 @@ struct Tickets {
 struct NoStage {
   static constexpr int kItems = 0;
   struct Arena {};
-  template <class Segments>
-  __device__ __forceinline__ void run(Arena&, Segments&, int) const {}
 };
 
 template <class C, class First, class Second, class Segments>
@@ -1126,27 +1138,39 @@ struct Op {
     const int second_begin = segments.count() * First::kItems;
     const int combine_begin = second_begin + segments.count() * Second::kItems;
     const int end = combine_begin + segments.tokens() * Combine<C>::kItems;
-#pragma unroll 1
-    for (int turn = 0;; turn ^= 1) {
+    int turn = 1;
+    const auto take = [&] {
+      turn ^= 1;
       if (threadIdx.x == 0) arena.tickets[turn] = next;
       __syncthreads();
       const int ticket = arena.tickets[turn];
-      if (ticket >= end) return tickets.close(ticket, end);
-      if (threadIdx.x == 0) next = tickets.take();  // back by the time it is wanted
-      if (ticket < second_begin) {
-        segments.open(ticket / max(First::kItems, 1));
-        first.run(arena.parts.first, segments, ticket % max(First::kItems, 1));
-      } else if (ticket < combine_begin) {
-        const int segment = (ticket - second_begin) / Second::kItems;
-        segments.open(segment);
-        second.run(arena.parts.second, segments, (ticket - second_begin) % Second::kItems);
-        if constexpr (First::kItems > 0 && !C::kLoadOnly) {
-          if (warp_id() == 0) clear(segments, arena.parts.second.slots[0], tickets.readers(segment));
-        }
-      } else {
-        combine.run(segments, (ticket - combine_begin) / Combine<C>::kItems, (ticket - combine_begin) % Combine<C>::kItems);
+      if (threadIdx.x == 0 && ticket < end) next = tickets.take();  // back by the time it is wanted
+      return ticket;
+    };
+    int ticket = take();
+    // A loop a stage, so that no stage's registers are held through another.
+    if constexpr (First::kItems > 0) {
+#pragma unroll 1
+      for (; ticket < second_begin; ticket = take()) {
+        segments.open(ticket / First::kItems);
+        first.run(arena.parts.first, segments, ticket % First::kItems);
       }
     }
+#pragma unroll 1
+    for (; ticket < combine_begin; ticket = take()) {
+      const int segment = (ticket - second_begin) / Second::kItems;
+      segments.open(segment);
+      second.run(arena.parts.second, segments, (ticket - second_begin) % Second::kItems);
+      if constexpr (First::kItems > 0 && !C::kLoadOnly) {
+        if (warp_id() == 0) clear(segments, arena.parts.second.slots[0], tickets.readers(segment));
+      }
+    }
+#pragma unroll 1
+    for (; ticket < end; ticket = take()) {
+      const int item = ticket - combine_begin;
+      combine.run(segments, item / Combine<C>::kItems, item % Combine<C>::kItems);
+    }
+    tickets.close(ticket, end);
   }
 
  private:

@@ -12,7 +12,7 @@ struct Config {
   static constexpr int kInterleaved = 1;
   static constexpr int kEngineNumerics = 0;
   static constexpr int kThreads = 256;
-  static constexpr int kArenaBytes = 3200;
+  static constexpr int kArenaBytes = 5312;
   static constexpr int kKeepEmpty = 0;
 };
 // Routed rows and their segments. Loops here and in the kernels' ends are kept rolled: every launch finds the instruction
@@ -59,7 +59,7 @@ struct Routing {
 };
 
 // Both sources below are used by whole CTAs at first, by whole warps afterwards, and answer every lane alike:
-//   begin(arena): makes ready to be asked; holds barriers;
+//   begin(arena): makes ready to be asked, after one more barrier of the caller's; may hold barriers;
 //   tokens(), count(): of the step; segments;
 //   open(i): goes to segment i;  expert: its expert;
 //   rows<n>(from, slots): the open segment's rows from the from-th on, at most n into the warp's own shared memory;
@@ -85,6 +85,7 @@ struct RoutedSegments {
   __device__ __forceinline__ void begin(Arena& shared) {
     arena = &shared;
     const int slots = routing.tokens * C::kTopK;
+    if (slots <= 32) return match(shared, slots);
 #pragma unroll 1
     for (int e = threadIdx.x; e < C::kExperts; e += blockDim.x) shared.first[e] = C::kMaxSlots;
     routing.template stage<C>(shared.experts);
@@ -138,6 +139,19 @@ struct RoutedSegments {
     __syncwarp();
     return found;
   }
+
+ private:
+  // begin of a step that has a lane for each slot: every warp finds the segments for itself, and none waits.
+  __device__ __forceinline__ void match(Arena& shared, int slots) {
+    const int routed_to = routing.template expert_of<C>(min(lane_id(), slots - 1));
+    const int expert = lane_id() < routing.live() * C::kTopK ? routed_to : -1;
+    const unsigned same = __match_any_sync(0xffffffffu, expert);
+    const unsigned firsts = __ballot_sync(0xffffffffu, expert >= 0 && __ffs(same) - 1 == lane_id());
+    segments = __popc(firsts);
+    if (warp_id() > 0) return;
+    if (lane_id() < slots) shared.experts[lane_id()] = expert;
+    if (lane_id() == 0) shared.firsts[0] = firsts;
+  }
 };
 
 // Segments listed in memory by a compaction kernel.
@@ -165,7 +179,6 @@ struct ListedSegments {
     const int listed_end = segment_begin[count()];
 #pragma unroll 1
     for (int at = segment_begin[0] + threadIdx.x; at < listed_end; at += blockDim.x) shared.routed[listed[at]] = 1;
-    __syncthreads();
   }
   __device__ __forceinline__ int tokens() const { return step_tokens; }
   __device__ __forceinline__ int count() const { return *segment_count; }
@@ -198,7 +211,9 @@ __device__ __forceinline__ Arena& shared_arena() {
 #endif
 }
 // Segment compaction by one CTA: the step's non-empty experts in ascending order, and their slots.
-// Positions are found by counting: a step has few slots, and counting needs no atomics, so the result never varies.
+//
+// Slots are counted by expert, and the counts added up by warps: every position follows from the ids alone, so the result
+// never varies.
 
 struct SegmentList {
   int* segment_count;   // one
@@ -208,72 +223,120 @@ struct SegmentList {
 };
 
 template <class C>
+constexpr int kExpertWords = (C::kExperts + 31) / 32;
+
+template <class C>
 struct CompactArena {
   int experts[C::kMaxSlots];
-  int first[C::kMaxSlots];  // 1 where a slot is the first of its expert
+  int ranks[C::kMaxSlots];    // of each slot among its expert's
+  int before[C::kExperts];    // slots of an expert; then of those below it, as Below
+  int words[kExpertWords<C>];         // of 32 experts together, as Below
 };
+
+// How many slots, and how many experts that have any, lie below: both in one number, so that one sum adds up both.
+struct Below {
+  static __device__ __forceinline__ int of(int slots) { return slots << 16 | (slots > 0); }
+  static __device__ __forceinline__ int slots(int below) { return below >> 16; }
+  static __device__ __forceinline__ int segments(int below) { return below & 0xffff; }
+};
+
+// The sum over this lane and those below it.
+__device__ __forceinline__ int inclusive_sum(int value) {
+#pragma unroll 1
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const int lower = __shfl_up_sync(0xffffffffu, value, lanes);
+    if (lane_id() >= lanes) value += lower;
+  }
+  return value;
+}
+
+// Each slot's rank, and each expert's slots into arena.before: by one warp, as the ranks go in the slots' order.
+template <class C>
+__device__ __forceinline__ void rank_slots(CompactArena<C>& arena, int slots) {
+#pragma unroll 1
+  for (int base = 0; base < slots; base += 32) {
+    const int slot = base + lane_id();
+    const int expert = slot < slots ? arena.experts[slot] : -1;
+    const unsigned same = __match_any_sync(0xffffffffu, expert);
+    const int earlier = __popc(same & ((1u << lane_id()) - 1u));
+    if (expert >= 0) {
+      const int before = arena.before[expert];
+      arena.ranks[slot] = before + earlier;
+      __syncwarp(same);
+      if (earlier == 0) arena.before[expert] = before + __popc(same);
+    }
+    __syncwarp();
+  }
+}
 
 // From raw ids. kKeepEmpty lists every expert, empty ones too: what a grouped GEMM without compaction walks over.
 template <class C>
 __device__ __forceinline__ void compact_ids(const Routing& routing, const SegmentList& list) {
+  static_assert(C::kMaxSlots < 1 << 15, "a count of slots fills the upper half of a Below");
   CompactArena<C>& arena = shared_arena<CompactArena<C>>();
   const int slots = routing.tokens * C::kTopK;
+#pragma unroll 1
+  for (int expert = threadIdx.x; expert < C::kExperts; expert += blockDim.x) arena.before[expert] = 0;
   routing.template stage<C>(arena.experts);
   __syncthreads();
-  for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-    const int expert = arena.experts[slot];
-    int position = 0;
-    int earlier = 0;
-    for (int other = 0; other < slots; ++other) {
-      const int e = arena.experts[other];
-      const bool same = e == expert && other < slot;
-      position += (e >= 0 && e < expert) || same;
-      earlier += same;
-    }
-    arena.first[slot] = expert >= 0 && earlier == 0;
-    if (expert >= 0) list.rows[position] = slot;
+  if (warp_id() == 0) rank_slots(arena, slots);
+  __syncthreads();
+#pragma unroll 1
+  for (int word = warp_id(); word < kExpertWords<C>; word += blockDim.x / 32) {
+    const int expert = word * 32 + lane_id();
+    const int own = expert < C::kExperts ? Below::of(arena.before[expert]) : 0;
+    const int sum = inclusive_sum(own);
+    if (expert < C::kExperts) arena.before[expert] = sum - own;
+    if (lane_id() == 31) arena.words[word] = sum;
   }
   __syncthreads();
-  if constexpr (C::kKeepEmpty) {
-    for (int expert = threadIdx.x; expert <= C::kExperts; expert += blockDim.x) {
-      int begin = 0;
-      for (int slot = 0; slot < slots; ++slot) begin += arena.experts[slot] >= 0 && arena.experts[slot] < expert;
-      list.segment_begin[expert] = begin;
-      if (expert < C::kExperts) list.segment_expert[expert] = expert;
+  if (warp_id() == 0) {
+    int carried = 0;
+#pragma unroll 1
+    for (int base = 0; base < kExpertWords<C>; base += 32) {
+      const int word = base + lane_id();
+      const int own = word < kExpertWords<C> ? arena.words[word] : 0;
+      const int sum = carried + inclusive_sum(own);
+      if (word < kExpertWords<C>) arena.words[word] = sum - own;
+      carried = __shfl_sync(0xffffffffu, sum, 31);
     }
-    if (threadIdx.x == 0) *list.segment_count = C::kExperts;
-  } else {
-    // One thread past the slots closes the list: no expert is above it.
-    for (int slot = threadIdx.x; slot <= slots; slot += blockDim.x) {
-      const bool closing = slot == slots;
-      if (!closing && !arena.first[slot]) continue;
-      const int expert = closing ? C::kExperts : arena.experts[slot];
-      int segment = 0;
-      int begin = 0;
-      for (int other = 0; other < slots; ++other) {
-        const int e = arena.experts[other];
-        const bool below = e >= 0 && e < expert;
-        segment += below && arena.first[other];
-        begin += below;
-      }
-      list.segment_begin[segment] = begin;
-      if (closing) *list.segment_count = segment;
-      else list.segment_expert[segment] = expert;
+    if (lane_id() == 0) {
+      const int segments = C::kKeepEmpty ? C::kExperts : Below::segments(carried);
+      *list.segment_count = segments;
+      list.segment_begin[segments] = Below::slots(carried);
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+    const int expert = arena.experts[slot];
+    if (expert < 0) continue;
+    const int below = arena.before[expert] + arena.words[expert / 32];
+    const int rank = arena.ranks[slot];
+    list.rows[Below::slots(below) + rank] = slot;
+    if (C::kKeepEmpty || rank > 0) continue;
+    list.segment_expert[Below::segments(below)] = expert;
+    list.segment_begin[Below::segments(below)] = Below::slots(below);
+  }
+  if constexpr (C::kKeepEmpty) {
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < C::kExperts; expert += blockDim.x) {
+      list.segment_expert[expert] = expert;
+      list.segment_begin[expert] = Below::slots(arena.before[expert] + arena.words[expert / 32]);
     }
   }
 }
 
 template <class C>
 struct CompactSortedArena {
-  unsigned occupied[(C::kExperts + 31) / 32];  // a bit an expert
+  unsigned occupied[kExpertWords<C>];  // a bit an expert
 };
 
 // From an engine's own sort: offsets [experts + 1] into slots sorted by expert, which stay where they are.
 template <class C>
 __device__ __forceinline__ void compact_sorted(const int* offsets, const SegmentList& list) {
   CompactSortedArena<C>& arena = shared_arena<CompactSortedArena<C>>();
-  constexpr int kWords = (C::kExperts + 31) / 32;
-  for (int word = warp_id(); word < kWords; word += blockDim.x / 32) {
+  for (int word = warp_id(); word < kExpertWords<C>; word += blockDim.x / 32) {
     const int expert = word * 32 + lane_id();
     const bool rows = expert < C::kExperts && offsets[expert + 1] > offsets[expert];
     const unsigned mask = __ballot_sync(0xffffffffu, rows);
@@ -283,7 +346,7 @@ __device__ __forceinline__ void compact_sorted(const int* offsets, const Segment
   for (int expert = threadIdx.x; expert <= C::kExperts; expert += blockDim.x) {
     int segment = 0;
     for (int word = 0; word < expert / 32; ++word) segment += __popc(arena.occupied[word]);
-    const unsigned mask = expert / 32 < kWords ? arena.occupied[expert / 32] : 0;
+    const unsigned mask = expert / 32 < kExpertWords<C> ? arena.occupied[expert / 32] : 0;
     segment += __popc(mask & ((1u << (expert % 32)) - 1u));
     if (expert == C::kExperts) {
       *list.segment_count = segment;
