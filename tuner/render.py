@@ -72,3 +72,10 @@ def render(plan: Plan) -> Mapping[str, Source]:
     """The sources of a plan, by stage."""
     digest = plan.contract.digest()
     return {launch.stage: render_launch(launch, digest) for launch in plan.launches}
+
+
+def frozen_file(name: str, /, **values: object) -> str:
+    """A file of `templates/frozen/`: rendered with `values` where its name ends in .j2, else as it stands."""
+    if name.endswith(".j2"):
+        return _environment().get_template(f"frozen/{name}").render(**values)
+    return (TEMPLATES / "frozen" / name).read_text()
