@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ SCHEMA = 1
 _KIND = "voltune export"
 _COMPILE = ("gcc", "-std=c11", "-O2", "-fPIC", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared")
 _LINK = ("-Wl,--no-as-needed", "-L.", "-ltorch", "-Wl,--build-id=none", "-Wl,-z,relro,-z,now", "-s")
+_PACKAGE = ("__init__.py", "_ops.py", "_weights.py")
 _UNITS = ("frozen_op.c", "driver.c", "code.c")
 _ARCH = "sm_70"
 
@@ -55,6 +56,10 @@ class Exported:
     timings: str
     files: int
     nbytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "folder": str(self.folder)}
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ def _parts(found: Winners, tables: Tables, images: list[Image]) -> _Parts:
         plain[f"{kernel.file}.cubin"] = image.cubin
     identity = {
         "files": {name: _digest(content) for name, content in sorted(plain.items())},
+        "package": {name: _digest(render.frozen_file(f"package/{name}").encode()) for name in _PACKAGE},
         "kernels": [[kernel.file, _digest(image.ptx)] for kernel, image in zip(tables.kernels, images, strict=True)],
         "ops": {op.name: [op.schema, op.to_dict()] for op in tables.ops},
         "set": _set(found),
@@ -196,7 +202,7 @@ def _fill_op(folder: Path, parts: _Parts, images: list[Image]) -> None:
     package = folder / "build" / VARIANT / parts.python_name
     package.mkdir(parents=True)
     os.replace(folder / "src" / library, package / library)
-    for name in ("__init__.py", "_ops.py", "_weights.py"):
+    for name in _PACKAGE:
         _write(package, name, render.frozen_file(f"package/{name}"))
     for kernel, image in zip(parts.tables.kernels, images, strict=True):
         _write(package, f"ptx/{kernel.file}.ptx", image.ptx)

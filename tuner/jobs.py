@@ -285,7 +285,7 @@ def _line(at: search.Progress, word: str) -> str:
 def templates_digest() -> str:
     """16 hex digits of every template: kernels rendered by others are other kernels."""
     digest = hashlib.sha256()
-    for path in sorted(each for each in render.TEMPLATES.iterdir() if each.is_file()):
+    for path in sorted(render.TEMPLATES.iterdir()):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -119,9 +119,10 @@ def moe(x, topk_ids, topk_weights, *weights, expert_map=None, live_tokens=None, 
 
     x f16 [M, H]; topk_ids int32 or int64 [M, k], where what names no local expert contributes nothing; topk_weights f32
     [M, k]; weights in the order of `convert_weights`; expert_map int32, global id -> local or -1; live_tokens int32 [1]
-    on the GPU: tokens past it stream no weights and give zeros. Every tensor contiguous and on one GPU that is prepared. By
-    default `out` is new, and the workspace the current stream's; one workspace serves one stream at a time, so that
-    graphs captured on one stream must not be replayed at once. Raises RuntimeError; then nothing has been launched.
+    on the GPU: tokens past it stream no weights and give zeros. Every tensor contiguous and on one GPU that is
+    prepared. By default `out` is new, and the workspace the current stream's; one workspace serves one stream at a
+    time, so that graphs captured on one stream must not be replayed at once. Raises RuntimeError; then nothing has been
+    launched.
     """
     if torch.compiler.is_compiling() and out is None and workspace is None:
         return ops.moe(x, topk_ids, topk_weights, expert_map, live_tokens, *weights)

@@ -63,37 +63,46 @@ def package():
     return load(PACKAGE, "voltune_folder")
 
 
-@pytest.fixture(scope="session")
-def fake_library(tmp_path_factory):
-    """The stand-in driver's library."""
-    path = tmp_path_factory.mktemp("driver") / "libfake_driver.so"
-    stub = ["gcc", "-shared", "-o", str(path.parent / "libtorch.so"), str(FOLDER / "src" / "stub.c")]
-    subprocess.run(stub, check=True)
+def build_driver(folder):
+    """The stand-in driver's library, in an empty folder."""
+    path = folder / "libfake_driver.so"
+    stub = ["gcc", "-shared", "-o", str(folder / "libtorch.so"), str(FOLDER / "src" / "stub.c")]
     command = ["gcc", "-std=c11", "-O1", "-fPIC", "-Wall", "-Wextra", "-shared", "-o", str(path)]
-    link = ["-Wl,--no-as-needed", f"-L{path.parent}", "-ltorch"]
+    link = ["-Wl,--no-as-needed", f"-L{folder}", "-ltorch"]
+    subprocess.run(stub, check=True)
     subprocess.run([*command, str(FOLDER / "tests" / "fake_driver.c"), *link], check=True)
     return path
 
 
-@pytest.fixture(scope="session")
-def op(tmp_path_factory, fake_library):
-    """The package with the library built for CPU tensors and the stand-in driver; else the same."""
-    folder = tmp_path_factory.mktemp("op") / "package"
-    shutil.copytree(PACKAGE, folder)
+def build_fake(folder, driver):
+    """The package in an empty folder, its library built for CPU tensors and the stand-in driver; else the same."""
+    package = shutil.copytree(PACKAGE, folder / "package")
     build(
-        folder / SPEC["library"],
-        tmp_path_factory.mktemp("built"),
+        package / SPEC["library"],
+        folder / "built",
         "-DVOLTUNE_DEVICE_TYPE=aoti_torch_device_type_cpu",
         '-DVOLTUNE_DEVICE_NAME="a CPU tensor"',
-        f'-DVOLTUNE_DRIVER="{fake_library}"',
+        f'-DVOLTUNE_DRIVER="{driver}"',
         f'-DNAMESPACE="{FAKE}"',
         "-Daoti_torch_get_current_cuda_stream=fake_current_stream",
         "-Daoti_torch_get_device_index=fake_device_index",
-        str(fake_library),
-        f"-Wl,-rpath,{fake_library.parent}",
+        str(driver),
+        f"-Wl,-rpath,{driver.parent}",
     )
-    sign(folder, namespace=FAKE)
-    return load(folder, "voltune_fake")
+    sign(package, namespace=FAKE)
+    return load(package, FAKE)
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory):
+    """The stand-in driver's library."""
+    return build_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(scope="session")
+def op(tmp_path_factory, fake_library):
+    """The package for CPU tensors and the stand-in driver."""
+    return build_fake(tmp_path_factory.mktemp("op"), fake_library)
 
 
 class Record(ctypes.Structure):

@@ -26,6 +26,10 @@ def step(tokens, ids=torch.int32):
     return x, torch.zeros(tokens, TOP_K, dtype=ids), torch.zeros(tokens, TOP_K)
 
 
+def prepare(op, gpu, allow_ptx=False):
+    op._ops.prepare(gpu, allow_ptx)
+
+
 def call(op, tensors, name="moe_out"):
     getattr(op.ops, name)(*tensors.values())
 
@@ -76,12 +80,18 @@ def test_a_count_between_two_levels_takes_the_next_ones_kernel(layer, driver):
         assert of[tokens] == of[next(level for level in LEVELS if tokens <= level)]
 
 
-def test_ctas_are_no_more_than_there_is_work_for_or_the_gpu_holds(layer, op, driver):
-    layer(*step(MAX_TOKENS))
-    layer(*step(1))
-    most, least = (launch.grid[0] for launch in driver.launches)
-    assert most == 80 * 4  # of the stand-in: SMs times blocks of each
-    assert least <= most
+def test_ctas_are_no_more_than_the_gpu_holds(op, driver):
+    grids = []
+    for sms in (1, 3, 10**6):
+        gpu = next(driver.gpus)
+        driver.reset(sms=sms, blocks=2)
+        prepare(op, gpu)
+        tensors = tensors_of("moe_out", MAX_TOKENS)
+        driver.place(gpu, *(each for each in tensors.values() if each is not None))
+        call(op, tensors)
+        grids.append(driver.launches[0].grid[0])
+    assert grids[:2] == [2, 6]
+    assert 6 < grids[2] < 10**6  # all the work there is
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -204,10 +214,6 @@ def test_calls_free_every_handle(op, layer, driver):
 # ---- preparing -----------------------------------------------------------------------------------------------------
 STEPS = ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2")
 STEPS += ("cuModuleLoadData", "cuModuleGetFunction", "cuOccupancyMaxActiveBlocksPerMultiprocessor")
-
-
-def prepare(op, gpu, allow_ptx=False):
-    op._ops.prepare(gpu, allow_ptx)
 
 
 @pytest.mark.parametrize("function", STEPS)

@@ -1,0 +1,320 @@
+"""Exported folders: their own tests pass, the frozen op computes the tuner's bits, and what is not fit for export is
+refused."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from frozen_set import Computing, conftest, made, plans, stand_in, write
+from safetensors.numpy import save_file
+from small import LAYOUTS, SMALL, inputs, weights
+
+from tuner import export, frozen, host, render, routing, winners
+from tuner.checkpoint import read_layer
+from tuner.contract import Contract
+from tuner.errors import BuildFailed, RequestError
+
+torch = pytest.importorskip("torch")
+
+# I = 256 over four ranks.
+TP4: dict[str, Any] = {
+    "name": "small-tp4",
+    "tensor_parallel": 4,
+    "hidden": 128,
+    "intermediate": 256,
+    "interleaved": False,
+}
+COMPUTED = ("sm70-u4 3-byte interleaved", "sm70-u4 4-byte concatenated", "awq")
+
+
+def shared(array: np.ndarray) -> Any:
+    """A tensor whose memory the CPU executor's processes share."""
+    words = array.view(np.int32) if array.dtype == np.uint32 else array
+    return torch.from_numpy(words.copy()).share_memory_()
+
+
+@pytest.fixture(scope="module", params=COMPUTED)
+def computing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Computing]:
+    place = tmp_path_factory.mktemp("computing")
+    small = LAYOUTS[request.param]
+    found = Computing(write(place, small), small, place)
+    found.small = small
+    held = weights(small)
+    found.weights = {
+        f"{name}_{part}": shared(getattr(gemm, part))
+        for name, gemm in (("w13", held.w13), ("w2", held.w2))
+        for part in ("q", "scales", "zeros")
+        if getattr(gemm, part) is not None
+    }
+    found.layer, reason = found.op.bind(found.weights, interleaved=small.interleaved, top_k=small.top_k)
+    assert found.layer is not None, reason
+    yield found
+
+
+def step(small: Contract, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, small.experts, (tokens, small.top_k), dtype=np.int32)
+    return inputs(small, tokens, seed), ids, rng.random((tokens, small.top_k), dtype=np.float32)
+
+
+def tuners(small: Contract, given: tuple[np.ndarray, ...], name: Any = "fused", **options: Any) -> np.ndarray:
+    """The bits of the tuner's own launch on the CPU executor."""
+    x, ids, shares = given
+    held, made_plan = weights(small), plans(small, len(x), name)
+    operands = {"X": x, "TOPK_IDS": ids, "TOPK_WEIGHTS": shares, **options}
+    for prefix, gemm in (("W13", held.w13), ("W2", held.w2)):
+        operands |= {f"{prefix}_Q": gemm.q, f"{prefix}_SCALES": gemm.scales, f"{prefix}_ZEROS": gemm.zeros}
+    return host.execute(made_plan, render.render(made_plan), operands, len(x)).out.view(np.uint16)
+
+
+def bits(out: Any) -> np.ndarray:
+    found: np.ndarray = out.numpy().view(np.uint16)
+    return found
+
+
+def called(computing: Computing, given: tuple[np.ndarray, ...], **options: Any) -> np.ndarray:
+    out = shared(np.full(given[0].shape, np.nan, np.float16))
+    workspace = torch.zeros(computing.spec["workspace_bytes"], dtype=torch.uint8).share_memory_()
+    computing.layer(*map(shared, given), out=out, workspace=workspace, **options)
+    assert not workspace.any()
+    return bits(out)
+
+
+# ---- the frozen op, computed on the CPU ----------------------------------------------------------------------------
+@pytest.mark.parametrize("tokens", [1, 2, 4, 12])
+def test_the_frozen_op_has_the_bits_of_the_tuners_own_launch(computing: Computing, tokens: int) -> None:
+    given = step(computing.small, tokens)
+    assert np.array_equal(called(computing, given), tuners(computing.small, given))
+
+
+def test_it_has_them_with_wide_ids_a_map_and_live_tokens(computing: Computing) -> None:
+    small = computing.small
+    x, ids, shares = step(small, 5)
+    expert_map = np.array([2, -1, 0, 5, 1, 3, 4, 99], np.int32)
+    given = x, (ids + 1).astype(np.int64), shares
+    live = np.array([3], np.int32)
+    found = called(computing, given, expert_map=shared(expert_map), live_tokens=shared(live))
+    assert np.array_equal(found, tuners(small, given, EXPERT_MAP=expert_map, LIVE_TOKENS=live))
+    assert not found[3:].any()
+
+
+def test_a_graph_replays_with_what_its_memory_then_holds(computing: Computing) -> None:
+    small, stream = computing.small, 0x100
+    held = [shared(each) for each in step(small, 5)]
+    live, out = shared(np.array([5], np.int32)), shared(np.zeros((5, small.hidden), np.float16))
+    workspace = torch.zeros(computing.spec["workspace_bytes"], dtype=torch.uint8).share_memory_()
+    computing.driver.capture(stream)
+    computing.layer(*held, live_tokens=live, out=out, workspace=workspace)
+    computing.driver.end_capture(stream)
+    for seed in range(4):
+        given = step(small, 5, seed)
+        for tensor, new in zip(held, given, strict=True):
+            tensor.copy_(torch.from_numpy(new))
+        live.fill_(5 - seed)
+        computing.driver.replay(stream)
+        expected = tuners(small, given, LIVE_TOKENS=np.array([5 - seed], np.int32))
+        assert np.array_equal(bits(out), expected)
+    computing.driver.stream(None)
+
+
+@pytest.mark.parametrize("tokens", [2, 12])
+def test_the_stages_have_the_bits_of_the_tuners_stages(computing: Computing, tokens: int) -> None:
+    small, op = computing.small, computing.op
+    x, ids, shares = step(small, tokens)
+    given = [shared(each) for each in (x, ids, shares)]
+    expected = tuners(small, (x, ids, shares), "staged")
+    own = {half: [each for name, each in computing.weights.items() if name.startswith(half)] for half in ("w13", "w2")}
+    slots = ids.size
+    order = routing.sort(ids, small.experts)
+
+    def blank(shape: Any, kind: Any = np.int32) -> Any:
+        return shared(np.full(shape, -1, kind))
+
+    for rows in (blank(slots), shared(order.rows)):
+        segments = blank(1), blank(slots), blank(slots + 1)
+        if rows[0] < 0:
+            op.ops.compact(given[1], None, None, *segments, rows)
+        else:
+            op.ops.compact_sorted(shared(order.offsets), *segments)
+        hidden = blank((slots, small.local_intermediate), np.float32)
+        op.ops.w13(given[0], *segments, rows, *own["w13"], hidden)
+        workspace = torch.zeros(computing.spec["workspace_bytes"], dtype=torch.uint8).share_memory_()
+        out = blank(x.shape, np.float16)
+        op.w2(hidden, given[2], segments, rows, *own["w2"], out=out, workspace=workspace)
+        assert np.array_equal(bits(out), expected)
+        assert not workspace.any()
+
+
+# ---- the folder's own tests ----------------------------------------------------------------------------------------
+def test_the_folders_own_tests_pass_with_pytest_numpy_and_torch_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", str(folder / "tests")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+CONVERTED = {
+    "3-byte interleaved": TP4 | {"interleaved": True},
+    "3-byte concatenated": TP4,
+    "4-byte": TP4 | {"stats_bytes": 4, "interleaved": True},
+    "awq": TP4 | {"layout": "awq", "stats_bytes": 0},
+    "a smaller group at run time": TP4 | {"checkpoint_group": 128},
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_weights_are_the_tuners_of_every_rank(name: str, tmp_path: Path) -> None:
+    small = replace(SMALL, **CONVERTED[name])
+    rng = np.random.default_rng(0)
+    tensors: dict[str, np.ndarray] = {}
+    for expert in range(small.experts):
+        for projection, (k, n) in (("gate", (128, 256)), ("up", (128, 256)), ("down", (256, 128))):
+            path, groups = f"model.layers.0.mlp.experts.{expert}.{projection}_proj", k // small.checkpoint_group
+            tensors[f"{path}.qweight"] = rng.integers(-(2**31), 2**31, (k, n // 8), dtype=np.int32)
+            tensors[f"{path}.qzeros"] = rng.integers(-(2**31), 2**31, (groups, n // 8), dtype=np.int32)
+            tensors[f"{path}.scales"] = rng.standard_normal((groups, n)).astype(np.float16)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": small.checkpoint_group, "zero_point": True}
+    config = {"num_experts": small.experts, "num_experts_per_tok": small.top_k, "hidden_size": small.hidden}
+    config |= {"moe_intermediate_size": small.intermediate, "quantization_config": quantization | {"version": "gemm"}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    save_file(tensors, checkpoint / "model.safetensors")
+
+    (tmp_path / "op").mkdir()
+    (tmp_path / "built").mkdir()
+    own = conftest(write(tmp_path / "op", small))
+    op = own.load(own.PACKAGE, own.SPEC["namespace"])
+
+    def experts() -> Iterator[dict[str, Any]]:
+        for expert in range(small.experts):
+            yield {
+                f"{projection}_proj": tuple(
+                    torch.from_numpy(tensors[f"model.layers.0.mlp.experts.{expert}.{projection}_proj.{part}"])
+                    for part in ("qweight", "qzeros", "scales")
+                )
+                for projection in ("gate", "up", "down")
+            }
+
+    for rank in range(small.tensor_parallel):
+        found, expected = op.convert_weights(experts(), rank), read_layer(checkpoint, small, 0, rank)
+        for half, gemm in (("w13", expected.w13), ("w2", expected.w2)):
+            for part in ("q", "scales", "zeros"):
+                array = getattr(gemm, part)
+                assert (array is None) == (f"{half}_{part}" not in found)
+                if array is not None:
+                    assert np.array_equal(found[f"{half}_{part}"].numpy().view(array.dtype), array)
+
+    with pytest.raises(ValueError, match=r"5 experts: the contract has 6"):
+        op.convert_weights(itertools.islice(experts(), 5))
+    with pytest.raises(ValueError, match=r"rank 4: expected 0 to 3"):
+        op.convert_weights(experts(), 4)
+    first = next(experts())
+    with pytest.raises(ValueError, match=r"expert 0, up_proj: qweight is torch.int32 \[64, 32\]"):
+        op.convert_weights([first | {"up_proj": (first["up_proj"][0][:64], *first["up_proj"][1:])}])
+    tiny = first["down_proj"][2].to(torch.bfloat16) * 1e-12
+    with pytest.raises(ValueError, match="float16 cannot hold it"):
+        op.convert_weights([first | {"down_proj": (*first["down_proj"][:2], tiny)}])
+
+
+# ---- what is exported ----------------------------------------------------------------------------------------------
+def exported(tmp_path: Path, found: winners.Winners, monkeypatch: pytest.MonkeyPatch) -> export.Exported:
+    monkeypatch.setattr(export, "_images", stand_in)
+    if not (tmp_path / "set").exists():
+        winners.write(found, tmp_path / "set")
+    return export.export(tmp_path / "set", tmp_path / "folder")
+
+
+def test_two_exports_of_one_set_have_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def content(folder: Path) -> dict[str, bytes]:
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    first = content(exported(tmp_path, made(), monkeypatch).folder)
+    (tmp_path / "folder" / "left.txt").write_text("of the earlier export")
+    assert content(exported(tmp_path, made(), monkeypatch).folder) == first
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_identical_kernels_are_stored_once_and_every_level_has_its_own() -> None:
+    found = frozen.tables(SMALL, {tokens: level.config for tokens, level in made().levels.items()})
+    assert len({kernel.file for kernel in found.kernels}) == len(found.kernels)
+    ops = {op.name: [level.kernel for level in op.levels] for op in found.ops}
+    assert ops["moe_out"][0] == ops["moe_out"][1] != ops["moe_out"][2] == ops["moe_out"][3]
+    assert len(set(ops["compact"])) == 1
+    assert found.level_of == (0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3)
+
+
+def test_another_set_has_another_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = set()
+    for name, found in {"a": made(), "b": made(date="2026-01-02"), "c": made(target="v100-measured")}.items():
+        (tmp_path / name).mkdir()
+        spaces.add(exported(tmp_path / name, found, monkeypatch).namespace)
+    assert len(spaces) == 3
+
+
+@pytest.mark.parametrize(("target", "said"), [("v100-predicted", "predicted"), ("v100-measured", "timings measured")])
+def test_a_folder_says_what_its_timings_are_worth(
+    target: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = exported(tmp_path, made(target=target), monkeypatch)
+    assert said in done.timings
+    for name in ("README.md", "manifest.json"):
+        assert done.timings in (done.folder / name).read_text()
+
+
+# ---- what is not ---------------------------------------------------------------------------------------------------
+def test_a_set_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="is the set of h200-measured, and an export is for a V100"):
+        exported(tmp_path, made(target="h200-measured"), monkeypatch)
+
+
+def test_a_level_without_a_verified_winner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made()
+    with pytest.raises(RequestError, match="no verified winner at 2, 12 tokens"):
+        exported(tmp_path, replace(found, levels={n: found.levels[n] for n in (1, 5)}), monkeypatch)
+
+
+def test_a_level_without_a_verdict_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made()
+    bare = {n: replace(level, verdicts=()) for n, level in found.levels.items()}
+    with pytest.raises(RequestError, match="expected other values for verdicts"):
+        exported(tmp_path, replace(found, levels=bare), monkeypatch)
+
+
+def test_verdicts_of_kernels_that_are_no_longer_rendered_are_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    winners.write(made(), tmp_path / "set")
+    texts = winners.rerender(made())
+    changed = {f"{name[:-4]}0.cu" if name.startswith("w2_") else name: text for name, text in texts.items()}
+    monkeypatch.setattr(winners, "rerender", lambda found: changed)
+    with pytest.raises(RequestError, match=r"its verdicts are stale: this version renders w2_"):
+        exported(tmp_path, made(), monkeypatch)
+
+
+def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("three years")
+    with pytest.raises(RequestError, match="holds no export: move it away"):
+        exported(tmp_path, made(), monkeypatch)
+    assert (tmp_path / "folder" / "thesis.txt").read_text() == "three years"
+
+
+def test_a_failed_build_leaves_the_earlier_export_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = (exported(tmp_path, made(), monkeypatch).folder / "manifest.json").read_bytes()
+    monkeypatch.setattr(export, "_UNITS", ("no_such_file.c",))
+    with pytest.raises(BuildFailed, match=r"no_such_file\.c"):
+        exported(tmp_path, made(), monkeypatch)
+    assert (tmp_path / "folder" / "manifest.json").read_bytes() == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "set"]
