@@ -69,7 +69,7 @@ class _Parts:
     found: Winners
     tables: Tables
     namespace: str
-    sources: Mapping[str, bytes]  # src/: what the library is built from
+    sources: Mapping[str, bytes]  # what the library is built from
 
     @property
     def timings(self) -> str:
@@ -85,6 +85,10 @@ class _Parts:
     @property
     def python_name(self) -> str:
         return self.name.replace("-", "_")
+
+    @property
+    def library(self) -> str:
+        return f"_{self.python_name}_{self.namespace.removeprefix('voltune_')}.abi3.so"
 
 
 def export(set_folder: Path, output: Path, target: Target = "op") -> Exported:
@@ -188,7 +192,7 @@ def _set(found: Winners) -> dict[str, Any]:
 
 
 def _fill_op(folder: Path, parts: _Parts, images: list[Image]) -> None:
-    library = f"_{parts.python_name}_{parts.namespace.removeprefix('voltune_')}.abi3.so"
+    library = parts.library
     commands = [["gcc", "-shared", "-o", "libtorch.so", "stub.c"], [*_COMPILE, "-o", library, *_UNITS, *_LINK]]
     values = {"library": library, "command": " && ".join(map(shlex.join, commands)), "compiler": _compiler()}
     for name, content in parts.sources.items():
@@ -202,23 +206,41 @@ def _fill_op(folder: Path, parts: _Parts, images: list[Image]) -> None:
     package = folder / "build" / VARIANT / parts.python_name
     package.mkdir(parents=True)
     os.replace(folder / "src" / library, package / library)
-    for name in _PACKAGE:
-        _write(package, name, render.frozen_file(f"package/{name}"))
     for kernel, image in zip(parts.tables.kernels, images, strict=True):
         _write(package, f"ptx/{kernel.file}.ptx", image.ptx)
+    _fill_package(package, parts, "op")
     about = {"id": library.removesuffix(".abi3.so"), "name": parts.name, "version": 1, "license": "Apache-2.0"}
     about |= {"python-depends": [], "backend": {"type": "cuda", "archs": ["7.0"]}}
     _write(package.parent, "metadata.json", _json(about))
-    _write(package, "op.json", _json(_spec(package, parts, library)))
-    tests = ("conftest.py", "fake_driver.c", "test_op.py", "test_package.py", "test_gpu.py")
-    _fill_tests(folder, parts, tests)
-    _write(folder, "README.md", _readme(parts, "README.md.j2"))
+    own = ("conftest.py", "fake_driver.c", "test_op.py", "test_package.py")
+    _fill_rest(folder, parts, "README.md.j2", [f"tests/{name}" for name in own])
+
+
+def _fill_source(folder: Path, parts: _Parts, images: list[Image]) -> None:
+    for name in ("frozen_op.c", "backend.h", "torch_shim.h", "kernels.h", "tables.h"):
+        _write(folder, f"csrc/{name}", parts.sources[name])
+    for kernel in parts.tables.kernels:
+        _write(folder, f"csrc/kernels/{kernel.file}.cu", kernel.source.text)
+    _write(folder, "csrc/launch.cu", render.frozen_file("source/launch.cu"))
+    _write(folder, "csrc/kernels.cu", render.frozen_file("source/kernels.cu.j2", kernels=parts.tables.kernels))
+    makefile = render.frozen_file("source/Makefile.j2", python_name=parts.python_name, library=parts.library)
+    _write(folder, "Makefile", makefile)
+    _fill_package(folder / parts.python_name, parts, "source")
+    _fill_rest(folder, parts, "source/README.md.j2", ["source/conftest.py", "source/test_source.py"])
+
+
+def _fill_package(package: Path, parts: _Parts, target: Target) -> None:
+    for name in _PACKAGE:
+        _write(package, name, render.frozen_file(f"package/{name}"))
+    _write(package, "op.json", _json(_spec(package, parts, target)))
+
+
+def _fill_rest(folder: Path, parts: _Parts, readme: str, tests: list[str]) -> None:
+    """README, licence, and the tests: some of the target alone, and those on a GPU."""
+    _write(folder, "README.md", _readme(parts, readme))
     _write(folder, "LICENSE", (Path(__file__).parent.parent / "LICENSE").read_bytes())
-
-
-def _fill_tests(folder: Path, parts: _Parts, names: tuple[str, ...]) -> None:
-    for name in names:
-        _write(folder, f"tests/{name}", render.frozen_file(f"tests/{name}"))
+    for name in (*tests, "tests/test_gpu.py"):
+        _write(folder, f"tests/{Path(name).name}", render.frozen_file(name))
     _write(folder, "tests/golden.py", Path(golden.__file__).read_bytes())
     archive = io.BytesIO()
     np.save(archive, _golden(parts.found))
@@ -241,12 +263,13 @@ def _golden(found: Winners) -> np.ndarray:
     return reference.exact(*golden.step(content, golden.ROWS)).output.astype(np.float32)
 
 
-def _spec(package: Path, parts: _Parts, library: str) -> dict[str, Any]:
+def _spec(package: Path, parts: _Parts, target: Target) -> dict[str, Any]:
     """op.json: what the package needs to know, and the digests of the files beside it and of itself."""
     contract, tables = parts.found.contract, parts.tables
     content = {
         "namespace": parts.namespace,
-        "library": library,
+        "target": target,
+        "library": parts.library,
         "variable": parts.python_name.upper(),
         "contract": contract.to_dict(),
         "max_tokens": contract.max_tokens,
@@ -312,6 +335,8 @@ def _readme(parts: _Parts, name: str) -> str:
         timings=parts.timings,
         variable=parts.python_name.upper(),
         package=f"build/{VARIANT}/{parts.python_name}",
+        python_name=parts.python_name,
+        library=parts.library,
         weights=[(each.name, each.types[0], [size.constant for size in each.shape]) for each in weights],
         workspace_bytes=parts.tables.workspace_bytes,
         levels=sorted(found.levels.items()),
@@ -349,7 +374,3 @@ def _write(folder: Path, name: str, content: str | bytes) -> None:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def _fill_source(folder: Path, parts: _Parts, images: list[Image]) -> None:
-    raise RequestError("to come")

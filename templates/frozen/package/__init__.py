@@ -30,7 +30,7 @@ def available(device=None):
         return False, f"torch {torch.__version__} sees no GPU: install the NVIDIA driver and a torch built with CUDA"
     index = torch.cuda.current_device() if device is None else torch.device(device).index or 0
     capability = torch.cuda.get_device_capability(index)
-    if capability != (7, 0):
+    if _ops.SPEC["target"] == "op" and capability != (7, 0):
         name = torch.cuda.get_device_name(index)
         return (
             False,

@@ -36,7 +36,7 @@ def _sound():
 
 
 def _load():
-    """The library, with its ops registered, and whether this is the first time. Raises ImportError."""
+    """The library, with its ops registered. Raises ImportError."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         raise ImportError(f"torch {torch.__version__}: the op needs 2.8 or newer")
@@ -44,13 +44,12 @@ def _load():
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise ImportError(f"{LIBRARY} cannot be loaded into torch {torch.__version__}: {error}") from None
-    known = library.voltune_register()
-    if known == 2:
+    if library.voltune_register() == 2:
         raise ImportError(
             f"torch.ops.{NAMESPACE} cannot be registered: the same export was loaded from another folder, or torch "
             f"{torch.__version__} refused it; torch's reason is on stderr"
         )
-    return library, known == 0
+    return library
 
 
 SPEC = _sound()
@@ -62,8 +61,9 @@ SETTING = os.environ.get(VARIABLE, "")
 if SETTING not in ("", "0", "1"):
     raise ImportError(f"{VARIABLE}={SETTING!r}: expected 0 (roll back), 1 (anything missing is an error), or unset")
 
-_library, _first = _load()
+_library = _load()
 ops = getattr(torch.ops, NAMESPACE)
+_first = not hasattr(ops, "moe")  # else the folder was imported before, under another name
 
 
 def _fake(*operands):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,19 @@ def test_the_library_offers_three_functions_and_wants_of_torch_only_its_stable_o
         *("pthread_mutex_lock", "pthread_mutex_unlock", "__stack_chk_fail"),
         *("__cxa_finalize", "__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"),
     }
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_what_the_library_declares_of_torch_is_what_torch_declares(tmp_path):
+    headers = Path(torch.__path__[0]) / "include"
+    if not (headers / "torch/csrc/inductor/aoti_torch/c/shim.h").exists():
+        pytest.skip("this torch has no headers")
+    lines = ("#define USE_CUDA", "#include <torch/csrc/inductor/aoti_torch/c/shim.h>")
+    lines += ('extern "C" {', '#include "torch_shim.h"', "}", "")
+    (tmp_path / "both.cpp").write_text("\n".join(lines))
+    command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{headers}", f"-I{FOLDER / 'src'}", str(tmp_path / "both.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_machine_code_of_all_levels_is_at_most_two_and_a_half_megabytes_and_the_ptx_is_beside_it():
