@@ -4,6 +4,7 @@ executor runs where a driver would."""
 import ctypes
 import importlib.util
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -76,7 +77,8 @@ class Computing:
         for name in ("driver", "op"):
             (place / name).mkdir()
         library = own.build_driver(place / "driver")
-        self.op: Any = own.build_fake(place / "op", library)
+        space = f"{own.FAKE}_{uuid.uuid4().hex}"  # several in one process
+        self.op: Any = own.build_fake(place / "op", library, space)
         self.driver: Any = own.Driver(library)
         self.spec: Mapping[str, Any] = own.SPEC
         self._kernels = export.frozen.tables(small, configs(small)).kernels

@@ -3,6 +3,7 @@ refused."""
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tuner import export, frozen, host, render, routing, winners
 from tuner.checkpoint import read_layer
 from tuner.contract import Contract
 from tuner.errors import BuildFailed, RequestError
+from tuner.reference import Reference
 
 torch = pytest.importorskip("torch")
 
@@ -171,27 +173,33 @@ CONVERTED = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_converted_weights_are_the_tuners_of_every_rank(name: str, tmp_path: Path) -> None:
-    small = replace(SMALL, **CONVERTED[name])
+def checkpoint(folder: Path, small: Contract) -> dict[str, np.ndarray]:
+    """A checkpoint of one layer of random words, and its tensors."""
     rng = np.random.default_rng(0)
     tensors: dict[str, np.ndarray] = {}
+    wide, tall = (small.hidden, small.intermediate), (small.intermediate, small.hidden)
     for expert in range(small.experts):
-        for projection, (k, n) in (("gate", (128, 256)), ("up", (128, 256)), ("down", (256, 128))):
+        for projection, (k, n) in (("gate", wide), ("up", wide), ("down", tall)):
             path, groups = f"model.layers.0.mlp.experts.{expert}.{projection}_proj", k // small.checkpoint_group
             tensors[f"{path}.qweight"] = rng.integers(-(2**31), 2**31, (k, n // 8), dtype=np.int32)
             tensors[f"{path}.qzeros"] = rng.integers(-(2**31), 2**31, (groups, n // 8), dtype=np.int32)
-            tensors[f"{path}.scales"] = rng.standard_normal((groups, n)).astype(np.float16)
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
+            tensors[f"{path}.scales"] = (rng.standard_normal((groups, n)) / 64).astype(np.float16)
+    folder.mkdir()
     quantization = {"quant_method": "awq", "bits": 4, "group_size": small.checkpoint_group, "zero_point": True}
     config = {"num_experts": small.experts, "num_experts_per_tok": small.top_k, "hidden_size": small.hidden}
     config |= {"moe_intermediate_size": small.intermediate, "quantization_config": quantization | {"version": "gemm"}}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    save_file(tensors, checkpoint / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
 
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_weights_are_the_tuners_of_every_rank(name: str, tmp_path: Path) -> None:
+    small = replace(SMALL, **CONVERTED[name])
+    tensors = checkpoint(tmp_path / "checkpoint", small)
     (tmp_path / "op").mkdir()
-    (tmp_path / "built").mkdir()
     own = conftest(write(tmp_path / "op", small))
     op = own.load(own.PACKAGE, own.SPEC["namespace"])
 
@@ -206,7 +214,7 @@ def test_converted_weights_are_the_tuners_of_every_rank(name: str, tmp_path: Pat
             }
 
     for rank in range(small.tensor_parallel):
-        found, expected = op.convert_weights(experts(), rank), read_layer(checkpoint, small, 0, rank)
+        found, expected = op.convert_weights(experts(), rank), read_layer(tmp_path / "checkpoint", small, 0, rank)
         for half, gemm in (("w13", expected.w13), ("w2", expected.w2)):
             for part in ("q", "scales", "zeros"):
                 array = getattr(gemm, part)
@@ -224,6 +232,31 @@ def test_converted_weights_are_the_tuners_of_every_rank(name: str, tmp_path: Pat
     tiny = first["down_proj"][2].to(torch.bfloat16) * 1e-12
     with pytest.raises(ValueError, match="float16 cannot hold it"):
         op.convert_weights([first | {"down_proj": (*first["down_proj"][:2], tiny)}])
+
+
+def test_the_readmes_way_from_a_checkpoint_to_the_output_is_under_30_lines_and_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = re.findall(r"From a checkpoint's folder to the op's output:\n\n```python\n(.*?)```", readme, re.DOTALL)
+    assert len(code.splitlines()) < 30
+    for name in ("op", "computing"):
+        (tmp_path / name).mkdir()
+    found = Computing(write(tmp_path / "op"), SMALL, tmp_path / "computing")
+    checkpoint(tmp_path / "checkpoint", SMALL)
+    for name in ("empty_like", "empty", "zeros"):  # what kernels write, where the CPU executor's processes see it
+        made_by = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *given, m=made_by, **more: m(*given, **more).share_memory_())
+    monkeypatch.setitem(sys.modules, "voltune_qwen38_tp4", found.op)
+    monkeypatch.chdir(tmp_path)
+    for there, here in {"512": "6", "2560": "256", "top_k=10": "top_k=3", "topk(10)": "topk(3)", "cuda": "cpu"}.items():
+        assert there in code
+        code = code.replace(there, here)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    layer = Reference(SMALL, read_layer(tmp_path / "checkpoint", SMALL, 0, 0))
+    expected = layer.exact(*(names[name].numpy() for name in ("x", "topk_ids", "topk_weights"))).output
+    assert np.linalg.norm(names["out"].numpy() - expected) <= SMALL.tolerance * np.linalg.norm(expected)
 
 
 # ---- what is exported ----------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def build_driver(folder):
     return path
 
 
-def build_fake(folder, driver):
+def build_fake(folder, driver, namespace=FAKE):
     """The package in an empty folder, its library built for CPU tensors and the stand-in driver; else the same."""
     package = shutil.copytree(PACKAGE, folder / "package")
     build(
@@ -83,14 +83,14 @@ def build_fake(folder, driver):
         "-DVOLTUNE_DEVICE_TYPE=aoti_torch_device_type_cpu",
         '-DVOLTUNE_DEVICE_NAME="a CPU tensor"',
         f'-DVOLTUNE_DRIVER="{driver}"',
-        f'-DNAMESPACE="{FAKE}"',
+        f'-DNAMESPACE="{namespace}"',
         "-Daoti_torch_get_current_cuda_stream=fake_current_stream",
         "-Daoti_torch_get_device_index=fake_device_index",
         str(driver),
         f"-Wl,-rpath,{driver.parent}",
     )
-    sign(package, namespace=FAKE)
-    return load(package, FAKE)
+    sign(package, namespace=namespace)
+    return load(package, namespace)
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +150,10 @@ class Driver:
 
     def replay(self, stream):
         self.library.fake_replay(ctypes.c_void_p(stream))
+
+    def clear(self, stream):
+        """Destroys the graph that was captured on a stream."""
+        self.library.fake_clear(ctypes.c_void_p(stream))
 
     def run(self, function):
         self._running = self.Run(lambda record: function(record.contents))

@@ -93,6 +93,11 @@ int fake_end_capture(void *stream) {
   return graph->count;
 }
 
+void fake_clear(void *stream) {
+  struct graph *graph = graph_of(stream, 0);
+  memset(graph, 0, sizeof *graph);
+}
+
 static void perform(const struct record *launch) {
   pthread_mutex_lock(&lock);
   if (fake.records < RECORDS) fake.record[fake.records] = *launch;
