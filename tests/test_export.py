@@ -4,6 +4,7 @@ refused."""
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from frozen_set import Computing, conftest, made, plans, stand_in, write
 from safetensors.numpy import save_file
 from small import LAYOUTS, SMALL, inputs, weights
 
-from tuner import export, frozen, host, render, routing, winners
+import cli
+from tuner import export, frozen, golden, host, render, routing, winners
 from tuner.checkpoint import read_layer
 from tuner.contract import Contract
 from tuner.errors import BuildFailed, RequestError
@@ -351,3 +354,96 @@ def test_a_failed_build_leaves_the_earlier_export_and_nothing_half_written(
         exported(tmp_path, made(), monkeypatch)
     assert (tmp_path / "folder" / "manifest.json").read_bytes() == first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "set"]
+
+
+# ---- the command, and the checked-in set ---------------------------------------------------------------------------
+V100 = Path(__file__).parent.parent / "generated" / "qwen38-tp4" / "v100-predicted"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The main contract's export, with its real machine code."""
+    folder = tmp_path_factory.mktemp("whole") / "folder"
+    command = ["export", "--contract", "qwen38-tp4", "--set", str(V100), "--output", str(folder), "--json"]
+    result = CliRunner().invoke(cli.main, command)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["folder"] == str(folder)
+    return folder
+
+
+def test_the_checked_in_sets_export_is_whole_and_small(whole: Path) -> None:
+    own = conftest(whole)
+    found = winners.read(V100)
+    assert own.SPEC["max_tokens"] == found.contract.max_tokens
+    assert own.SPEC["timings"] == "timings predicted for V100-PCIE-32GB, not measured on one"
+    assert sum(path.stat().st_size for path in (whole / "src").glob("*.cubin")) <= 2_500_000
+    library = (own.PACKAGE / own.SPEC["library"]).read_bytes()
+    kernels = {path.stem: path.read_bytes() for path in (whole / "src").glob("*.cubin")}
+    assert sorted(kernels) == sorted(own.SPEC["kernels"])
+    assert all(library.count(code) == 1 for code in kernels.values())
+    fused = {path.name for path in V100.glob("*.cu")}
+    assert fused <= {f"{name}.cu" for name in kernels}
+
+
+def test_its_golden_outputs_are_the_references(whole: Path) -> None:
+    content = json.loads((whole / "manifest.json").read_text())["contract"]
+    small = Contract.from_dict(content)
+    x, ids, _ = golden.step(content, golden.ROWS)
+    expected = np.load(whole / "tests" / "golden.npy")
+    assert expected.shape == (golden.ROWS, small.hidden)
+    assert np.isfinite(expected).all()
+    assert (np.abs(expected).max(axis=1) > 0.01).all()
+    assert len({tuple(row) for row in ids.tolist()}) == golden.ROWS
+    assert (ids == -1).any()
+    assert np.array_equal(golden.step(content, golden.ROWS + 1)[0][-1], x[0])
+
+
+def test_golden_outputs_are_what_the_op_computes(computing: Computing) -> None:
+    content = computing.small.to_dict()
+    held = {name: shared(array) for name, array in golden.weights(content).items()}
+    layer, reason = computing.op.bind(held, interleaved=computing.small.interleaved, top_k=computing.small.top_k)
+    assert layer is not None, reason
+    out = shared(np.zeros((golden.ROWS, computing.small.hidden), np.float16))
+    workspace = torch.zeros(computing.spec["workspace_bytes"], dtype=torch.uint8).share_memory_()
+    layer(*map(shared, golden.step(content, golden.ROWS)), out=out, workspace=workspace)
+    expected = export._golden(computing.small)
+    assert np.linalg.norm(out.numpy() - expected) <= computing.small.tolerance * np.linalg.norm(expected)
+
+
+def test_the_command_refuses_a_contract_without_a_v100_set() -> None:
+    result = CliRunner().invoke(cli.main, ["export", "--contract", "qwen3-235b-tp4"])
+    assert result.exit_code == 2
+    assert "no set of contract qwen3-235b-tp4 is tuned for a V100: run tune --contract qwen3-235b-tp4 first" in (
+        result.stderr
+    )
+
+
+def test_the_command_refuses_a_set_of_another_contract() -> None:
+    result = CliRunner().invoke(cli.main, ["export", "--contract", "qwen3-235b-tp4", "--set", str(V100)])
+    assert result.exit_code == 2
+    assert "is tuned for another contract than qwen3-235b-tp4" in result.stderr
+
+
+# ---- the other target ----------------------------------------------------------------------------------------------
+def test_the_source_target_holds_the_kernels_as_they_were_verified(tmp_path: Path) -> None:
+    folder = write(tmp_path, target="source")
+    kernels = frozen.tables(SMALL, {tokens: level.config for tokens, level in made().levels.items()}).kernels
+    text = (folder / "csrc" / "kernels.cu").read_text()
+    for kernel in kernels:
+        assert (folder / "csrc" / "kernels" / f"{kernel.file}.cu").read_text() == kernel.source.text
+        assert text.count(f'#include "kernels/{kernel.file}.cu"') == 1
+    command = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "csrc/frozen_op.c"]
+    subprocess.run(command, cwd=folder, check=True)
+    assert not list(folder.rglob("*.so"))
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+def test_nvcc_builds_the_source_target_and_its_own_tests_pass(tmp_path: Path) -> None:
+    folder = write(tmp_path, target="source")
+    known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    arch = "sm_70" if "compute_70" in known else "sm_90"
+    subprocess.run(["make", f"ARCH={arch}", f"PYTHON={sys.executable}"], cwd=folder, check=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]

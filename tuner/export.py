@@ -27,6 +27,7 @@ import numpy as np
 
 from tuner import __version__, awq, build, frozen, golden, render, winners
 from tuner.build import Image
+from tuner.contract import Contract
 from tuner.errors import BuildFailed, MissingTool, RequestError
 from tuner.frozen import Tables
 from tuner.reference import Reference
@@ -243,13 +244,13 @@ def _fill_rest(folder: Path, parts: _Parts, readme: str, tests: list[str]) -> No
         _write(folder, f"tests/{Path(name).name}", render.frozen_file(name))
     _write(folder, "tests/golden.py", Path(golden.__file__).read_bytes())
     archive = io.BytesIO()
-    np.save(archive, _golden(parts.found))
+    np.save(archive, _golden(parts.found.contract))
     _write(folder, "tests/golden.npy", archive.getvalue())
 
 
-def _golden(found: Winners) -> np.ndarray:
+def _golden(contract: Contract) -> np.ndarray:
     """f32 [golden.ROWS, H]: the float64 reference of the golden step, one rounding away."""
-    content = found.contract.to_dict()
+    content = contract.to_dict()
     held = golden.weights(content)
 
     def gemm(name: str) -> awq.GemmWeights:
@@ -259,7 +260,7 @@ def _golden(found: Winners) -> np.ndarray:
             held[f"{name}_q"].view(np.uint32), words, None if zeros is None else zeros.view(np.uint32)
         )
 
-    reference = Reference(found.contract, awq.LayerWeights(gemm("w13"), gemm("w2")))
+    reference = Reference(contract, awq.LayerWeights(gemm("w13"), gemm("w2")))
     return reference.exact(*golden.step(content, golden.ROWS)).output.astype(np.float32)
 
 

@@ -1,9 +1,11 @@
 """The op on CPU tensors against the stand-in driver: arguments, refusals, streams, capture, compilers. Nothing
 computes."""
 
+import contextlib
 import random
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,18 +82,19 @@ def test_a_count_between_two_levels_takes_the_next_ones_kernel(layer, driver):
         assert of[tokens] == of[next(level for level in LEVELS if tokens <= level)]
 
 
-def test_ctas_are_no_more_than_the_gpu_holds(op, driver):
-    grids = []
-    for sms in (1, 3, 10**6):
+def test_ctas_are_no_more_than_the_gpu_holds_or_there_is_work_for(op, driver):
+    def ctas(sms):
         gpu = next(driver.gpus)
-        driver.reset(sms=sms, blocks=2)
+        driver.reset(sms=sms, blocks=1)
         prepare(op, gpu)
         tensors = tensors_of("moe_out", MAX_TOKENS)
         driver.place(gpu, *(each for each in tensors.values() if each is not None))
         call(op, tensors)
-        grids.append(driver.launches[0].grid[0])
-    assert grids[:2] == [2, 6]
-    assert 6 < grids[2] < 10**6  # all the work there is
+        return driver.launches[0].grid[0]
+
+    work = ctas(10**6)
+    assert 1 < work < 10**6
+    assert [ctas(sms) for sms in (1, work - 1, work, work + 1)] == [1, work - 1, work, work]
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -209,6 +212,28 @@ def test_calls_free_every_handle(op, layer, driver):
     for _ in range(5):
         call(op, tensors)
     assert {name: each._use_count() for name, each in tensors.items() if each is not None} == before
+
+
+def resident_kilobytes():
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_calls_do_not_grow_the_process(op, layer, driver, good):
+    tensors = tensors_of("moe_out", 1) | {"live_tokens": torch.ones(1, dtype=torch.int32)}
+    tensors["expert_map"] = torch.zeros(EXPERTS, dtype=torch.int32)
+    given = list(tensors.values()) if good else [tensors["x"][:0], *list(tensors.values())[1:]]
+
+    def calls(count):
+        for _ in range(count):
+            with contextlib.suppress() if good else pytest.raises(RuntimeError):
+                op.ops.moe_out(*given)
+
+    calls(5_000)  # which fills the stand-in's records
+    before, count = resident_kilobytes(), 100_000 if good else 20_000
+    calls(count)
+    assert (resident_kilobytes() - before) * 1024 < 8 * count
 
 
 # ---- preparing -----------------------------------------------------------------------------------------------------
