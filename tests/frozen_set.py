@@ -81,14 +81,14 @@ class Computing:
         self.op: Any = own.build_fake(place / "op", library, space)
         self.driver: Any = own.Driver(library)
         self.spec: Mapping[str, Any] = own.SPEC
-        self._kernels = export.frozen.tables(small, configs(small)).kernels
+        self.kernels = export.frozen.tables(small, configs(small)).kernels
         self.driver.reset()
         self.driver.run(self._run)
         self.small, self.weights, self.layer = small, {}, None  # which the test binds
 
     def _run(self, record: Any) -> None:
         """What host.execute does with one launch, on the addresses that the op passed."""
-        source = self._kernels[record.kernel].source
+        source = self.kernels[record.kernel].source
         library = ctypes.CDLL(str(host.compile(source)))
         library.voltune_start.restype = ctypes.c_void_p
         library.voltune_report.restype = ctypes.POINTER(host._Report)

@@ -307,6 +307,19 @@ def test_a_folder_says_what_its_timings_are_worth(
         assert done.timings in (done.folder / name).read_text()
 
 
+def test_kernels_that_need_more_shared_memory_than_a_launch_has_by_itself_are_allowed_it(tmp_path: Path) -> None:
+    wide = replace(SMALL, hidden=12288)
+    (tmp_path / "computing").mkdir()
+    found = Computing(write(tmp_path, wide), wide, tmp_path / "computing")
+    assert max(kernel.shared for kernel in found.kernels) > 48 << 10
+    found.driver.library.fake_run(None)
+    held = {name: torch.from_numpy(array) for name, array in golden.weights(wide.to_dict()).items()}
+    layer, reason = found.op.bind(held, interleaved=wide.interleaved, top_k=wide.top_k)
+    assert layer is not None, reason
+    layer(*map(torch.from_numpy, golden.step(wide.to_dict(), 1)))
+    assert found.driver.launches[0].shared > 48 << 10
+
+
 # ---- what is not ---------------------------------------------------------------------------------------------------
 def test_a_set_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="is the set of h200-measured, and an export is for a V100"):

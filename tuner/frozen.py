@@ -129,7 +129,8 @@ class Op:
     def to_dict(self) -> dict[str, Any]:
         arguments = ["i" if each.source in ("TOKENS", "ITEM_BYTES", "LENGTH") else "p" for each in self.arguments]
         operands = [each.to_dict() for each in self.operands]
-        return {"entry": self.entry, "operands": operands, "arguments": "".join(arguments)}
+        levels = [level.kernel for level in self.levels]
+        return {"entry": self.entry, "operands": operands, "arguments": "".join(arguments), "levels": levels}
 
 
 @dataclass(frozen=True)
