@@ -49,6 +49,9 @@ def _load():
             f"torch.ops.{NAMESPACE} cannot be registered: the same export was loaded from another folder, or torch "
             f"{torch.__version__} refused it; torch's reason is on stderr"
         )
+    library.voltune_stream.restype = ctypes.c_ssize_t
+    library.voltune_capturing.argtypes = ctypes.c_int, ctypes.c_ssize_t
+    library.voltune_capturing.restype = ctypes.c_bool
     return library
 
 
@@ -100,15 +103,6 @@ class Workspaces:
     def new(device):
         return torch.zeros(SPEC["workspace_bytes"], dtype=torch.uint8, device=device)
 
-    @staticmethod
-    def _stream(device, capturing=None):
-        """The current stream; `capturing`, a c_int, is told whether it is being captured."""
-        stream = ctypes.c_void_p()
-        told = None if capturing is None else ctypes.byref(capturing)
-        if _library.voltune_stream(device.index or 0, ctypes.byref(stream), told):
-            raise RuntimeError(f"this torch, {torch.__version__}, gives no CUDA stream: install one built with CUDA")
-        return stream.value or 0
-
     def reserve(self, device):
         with self._lock:
             if device not in self._spare:
@@ -117,15 +111,17 @@ class Workspaces:
                     torch.cuda.current_stream(device).synchronize()
 
     def get(self, device):
-        key = device, self._stream(device)
-        held = self._held.get(key)
+        index = device.index or 0
+        stream = _library.voltune_stream(index)
+        held = self._held.get((device, stream))
         if held is not None:
             return held
-        capturing = ctypes.c_int()
-        self._stream(device, capturing)
+        if stream == -1:
+            raise RuntimeError(f"this torch, {torch.__version__}, gives no CUDA stream: install one built with CUDA")
+        key, capturing = (device, stream), _library.voltune_capturing(index, stream)
         with self._lock:
             if key not in self._held:
-                if not capturing.value:
+                if not capturing:
                     self._held[key] = self.new(device)
                 elif device in self._spare:
                     self._held[key] = self._spare.pop(device)

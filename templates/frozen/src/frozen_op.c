@@ -287,10 +287,12 @@ EXPORT int voltune_prepare(int device, const char *const *ptx, char *text) {
   return 1;
 }
 
-// The current stream of a GPU, and, unless `capturing` is null, whether it is being captured. 0: told; 1: this torch has no CUDA.
-EXPORT int voltune_stream(int device, void **stream, int *capturing) {
-  *stream = NULL;
-  if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(device, stream)) return 1;
-  if (capturing) *capturing = backend_capturing(device, *stream);
-  return 0;
+// The current stream of a GPU; -1: this torch has no CUDA.
+EXPORT intptr_t voltune_stream(int device) {
+  void *stream = NULL;
+  if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(device, &stream)) return -1;
+  return (intptr_t)stream;
 }
+
+// Whether a stream of a GPU that is ready is being captured.
+EXPORT bool voltune_capturing(int device, intptr_t stream) { return backend_capturing(device, (void *)stream); }

@@ -39,11 +39,11 @@ def test_the_library_needs_no_newer_glibc_than_2_17():
 
 
 @readelf
-def test_the_library_offers_three_functions_and_wants_of_torch_only_its_stable_ones():
+def test_the_library_offers_four_functions_and_wants_of_torch_only_its_stable_ones():
     symbols = [line.split()[6:8] for line in elf("--dyn-syms").splitlines() if len(line.split()) >= 8]
     wanted = {name.split("@")[0] for place, name in symbols if place == "UND"}
     offered = {name for place, name in symbols if place.isdigit()}
-    assert offered == {"voltune_register", "voltune_prepare", "voltune_stream"}
+    assert offered == {"voltune_register", "voltune_prepare", "voltune_stream", "voltune_capturing"}
     assert {name for name in wanted if not name.startswith("aoti_torch_")} <= {
         *("_ZdlPv", "dlopen", "dlsym", "dlerror", "memcpy", "memset", "strlen", "snprintf", "vsnprintf"),
         *("pthread_mutex_lock", "pthread_mutex_unlock", "__stack_chk_fail"),
