@@ -3,6 +3,7 @@ refused."""
 
 import itertools
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ import cli
 from tuner import export, frozen, golden, host, render, routing, winners
 from tuner.checkpoint import read_layer
 from tuner.contract import Contract
-from tuner.errors import BuildFailed, RequestError
+from tuner.errors import BuildFailed, MissingTool, RequestError
 from tuner.reference import Reference
 
 torch = pytest.importorskip("torch")
@@ -347,6 +348,19 @@ def test_verdicts_of_kernels_that_are_no_longer_rendered_are_stale(
     changed = {f"{name[:-4]}0.cu" if name.startswith("w2_") else name: text for name, text in texts.items()}
     monkeypatch.setattr(winners, "rerender", lambda found: changed)
     with pytest.raises(RequestError, match=r"its verdicts are stale: this version renders w2_"):
+        exported(tmp_path, made(), monkeypatch)
+
+
+def test_another_compilers_machine_code_is_not_what_was_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match=r"made with NVRTC 12\.8\.93, and its kernels are built by NVRTC 12\.9\.86"):
+        exported(tmp_path, made(toolchain={"compiler": "NVRTC 12.8.93"}), monkeypatch)
+
+
+def test_another_kind_of_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(MissingTool, match="is built on Linux on x86-64"):
         exported(tmp_path, made(), monkeypatch)
 
 

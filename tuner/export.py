@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -96,12 +97,14 @@ def export(set_folder: Path, output: Path, target: Target = "op") -> Exported:
     """Writes the folder `output` from the V100 set in `set_folder`, replacing an earlier export there.
 
     Raises RequestError for a set of another GPU or of kernels that this version does not render, for a level without
-    a winner, or where `output` holds something else; BuildFailed and MissingTool from NVRTC and gcc.
+    a winner, where NVRTC is not the set's, or where `output` holds something else; BuildFailed and MissingTool from
+    NVRTC and gcc.
     """
     found = _admitted(set_folder)
     _check_ours(output)
     tables = frozen.tables(found.contract, {tokens: level.config for tokens, level in found.levels.items()})
     images = _images(tables)
+    _check_compilers(found, images)
     parts = _parts(found, tables, images)
     output.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -164,6 +167,17 @@ def _images(tables: Tables) -> list[Image]:
         if isinstance(outcome, BuildFailed):
             raise BuildFailed(f"{kernel.file}: {outcome}")
     return [outcome for outcome in outcomes if isinstance(outcome, Image)]
+
+
+def _check_compilers(found: Winners, images: list[Image]) -> None:
+    """Raises RequestError where the machine code is another than the winners were chosen for."""
+    own = found.toolchain.get("compiler")
+    others = sorted({image.compiler for image in images if image.compiler != own})
+    if others:
+        raise RequestError(
+            f"the set was made with {own}, and its kernels are built by {', '.join(others)} here: its verdicts and "
+            "timings are stale; use that compiler, or tune again"
+        )
 
 
 def _parts(found: Winners, tables: Tables, images: list[Image]) -> _Parts:
@@ -345,6 +359,8 @@ def _readme(parts: _Parts, name: str) -> str:
 
 
 def _compiler() -> str:
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise MissingTool(f"the op's library is built on Linux on x86-64, for it; here is {platform.platform()}")
     if shutil.which("gcc") is None:
         raise MissingTool("gcc was not found, which builds the op's library; install it with: apt-get install gcc")
     done = subprocess.run(["gcc", "--version"], capture_output=True, text=True, check=True)

@@ -64,9 +64,9 @@ SETTING = os.environ.get(VARIABLE, "")
 if SETTING not in ("", "0", "1"):
     raise ImportError(f"{VARIABLE}={SETTING!r}: expected 0 (roll back), 1 (anything missing is an error), or unset")
 
-_library = _load()
+_library = None if SETTING == "0" else _load()  # rolled back, nothing of it runs
 ops = getattr(torch.ops, NAMESPACE)
-_first = not hasattr(ops, "moe")  # else the folder was imported before, under another name
+_first = _library is not None and not hasattr(ops, "moe")  # else it was imported before, under another name
 
 
 def _fake(*operands):
@@ -82,7 +82,7 @@ def prepare(index, allow_ptx):
     """Loads the kernels on a GPU, once. Raises RuntimeError with the driver's reason."""
     text = ctypes.create_string_buffer(_TEXT)
     ptx = None
-    if allow_ptx:
+    if allow_ptx and SPEC["target"] == "op":  # a build of one's own is for one's own GPU
         texts = [(HERE / "ptx" / f"{name}.ptx").read_bytes() for name in SPEC["kernels"]]
         ptx = (ctypes.c_char_p * len(texts))(*texts)
     if _library.voltune_prepare(index, ptx, text):
@@ -134,7 +134,7 @@ class Workspaces:
 
     def check(self):
         """Waits for the GPUs; raises RuntimeError where a workspace is not zero, which no call leaves behind."""
-        for (device, stream), held in self._held.items():
+        for (device, stream), held in list(self._held.items()):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if held.any():

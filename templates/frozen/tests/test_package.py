@@ -165,8 +165,10 @@ def told(setting, code):
 
 
 def test_0_rolls_back_in_silence():
-    done = told("0", "print(op.available(), bind())")
+    maps = "print(open('/proc/self/maps').read().count(op._ops.SPEC['library']))"
+    done = told("0", f"print(op.available(), bind()); {maps}")
     assert done.stdout.count(f"{SPEC['variable']}=0: rolled back") == 2, done.stderr
+    assert done.stdout.endswith("\n0\n")  # the library is not even loaded
     assert "Warning" not in done.stderr
 
 
@@ -200,6 +202,19 @@ def test_without_a_gpu_it_says_so(package, weights):
         bound, reason = package.bind(weights, interleaved=CONTRACT["weights"]["interleaved"], top_k=TOP_K)
     assert bound is None
     assert "driver" in reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "works", "why"),
+    [((7, 0), True, SPEC["timings"]), ((7, 5), False, "7.5: the kernels are code of 7.0"), ((9, 0), False, "9.0")],
+)
+def test_available_tells_a_v100_and_where_its_timings_come_from(package, monkeypatch, capability, works, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    told = package.available("cuda:0")
+    assert told[0] is works
+    assert why in told[1]
 
 
 def test_the_manifest_says_what_its_timings_are_worth():
