@@ -44,6 +44,7 @@ _SCALARS: dict[str, tuple[Argument, str]] = {
     "ID_BYTES": ("ITEM_BYTES", "TOPK_IDS"),
     "MAP_SIZE": ("LENGTH", "EXPERT_MAP"),
 }
+_NULL = ("W13_ZEROS", "W2_ZEROS")  # where the statistics hold the zeros
 # What kernels read or write an element at a time: such an operand may begin at any element. Others are read 16 bytes at
 # a time.
 _BY_ELEMENT = (
@@ -205,6 +206,7 @@ def _op(
         elif argument in found:
             yield Passed("POINTER", order.index(argument))
         else:
+            assert argument in _NULL, f"{name}: nothing is known of the argument {argument}"
             yield Passed("ABSENT")
 
     arguments = tuple(each for argument in launch.arguments for each in passed(argument))

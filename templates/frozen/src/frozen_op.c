@@ -19,8 +19,6 @@
 #define VOLTUNE_DEVICE_NAME "a CUDA tensor"
 #endif
 
-enum { ARGUMENTS = 32 };
-
 static const char *const type_names[] = {"float16", "float32", "int32", "int64", "uint8"};
 static const int type_sizes[] = {2, 4, 4, 8, 1};
 enum { TYPES = sizeof type_sizes / sizeof *type_sizes };
