@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from small import LAYOUTS, SMALL, inputs, weights
 
 import cli
-from tuner import export, frozen, golden, host, render, routing, winners
+from tuner import contract, export, frozen, golden, host, plan, render, routing, space, winners
 from tuner.checkpoint import read_layer
 from tuner.contract import Contract
 from tuner.errors import BuildFailed, MissingTool, RequestError
@@ -37,6 +37,7 @@ TP4: dict[str, Any] = {
     "intermediate": 256,
     "interleaved": False,
 }
+BUILTIN = contract.builtin()
 COMPUTED = ("sm70-u4 3-byte interleaved", "sm70-u4 4-byte concatenated", "awq")
 
 
@@ -288,6 +289,22 @@ def test_identical_kernels_are_stored_once_and_every_level_has_its_own() -> None
     assert ops["moe_out"][0] == ops["moe_out"][1] != ops["moe_out"][2] == ops["moe_out"][3]
     assert len(set(ops["compact"])) == 1
     assert found.level_of == (0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_built_in_contract_has_ops_whose_every_argument_is_known(name: str) -> None:
+    whole_contract = BUILTIN[name]
+    found = frozen.tables(whole_contract, dict.fromkeys(whole_contract.levels, space.default(whole_contract)))
+    fused, staged = (plan.make(whole_contract, space.default(whole_contract), each) for each in plan.PLANS[:2])
+    held = sum(each.nbytes(whole_contract.max_tokens) for each in fused.buffers if each.role == "counters")
+    assert held <= found.workspace_bytes < held + 3 * 256
+    launches = {"moe_out": fused.launches[0], "compact": staged.launches[0], "w13": staged.launches[1]}
+    for op in found.ops:
+        launch = launches.get(op.name)
+        assert launch is None or len(op.arguments) == len(launch.arguments)
+        assert torch._C.parse_schema(f"voltune::{op.schema}").name == f"voltune::{op.name}"
+        used = {each.operand for each in op.arguments if each.source in ("POINTER", "ITEM_BYTES", "LENGTH")}
+        assert used == set(range(len(op.operands)))
 
 
 def test_another_set_has_another_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
