@@ -3,6 +3,7 @@ refused."""
 
 import itertools
 import json
+import os
 import platform
 import re
 import shutil
@@ -479,6 +480,17 @@ def test_the_source_target_holds_the_kernels_as_they_were_verified(tmp_path: Pat
     command = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "csrc/frozen_op.c"]
     subprocess.run(command, cwd=folder, check=True)
     assert not list(folder.rglob("*.so"))
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("python", os.environ.get("VOLTUNE_TORCHES", "").split(":"))
+def test_one_build_passes_its_tests_in_other_torches(whole: Path, python: str) -> None:
+    """VOLTUNE_TORCHES: Pythons of environments that hold torch, NumPy and pytest alone, with colons between."""
+    if not python:
+        pytest.skip("VOLTUNE_TORCHES names no other environment")
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(whole / "tests")]
+    done = subprocess.run(command, cwd=whole, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.lab

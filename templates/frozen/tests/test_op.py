@@ -431,6 +431,20 @@ def test_torch_compile_keeps_the_op_that_writes_its_operands(op, layer, driver):
     assert tensors["x"].data_ptr() in launch.arguments[: launch.count]
 
 
+def test_torch_compile_keeps_the_stages(op, layer, driver, weights):
+    scratch = op.workspace("cpu")
+    first, second = ([each for name, each in weights.items() if name.startswith(half)] for half in ("w13_", "w2_"))
+
+    def function(x, ids, shares):
+        segments, rows = op.compact(ids)
+        hidden = op.w13(x, segments, rows, *first)
+        return op.w2(hidden, shares, segments, rows, *second, workspace=scratch)
+
+    assert compiled(function)(*step(3)).shape == (3, HIDDEN)
+    entries = [SPEC["ops"][name]["entry"] for name in ("compact", "w13", "w2_out")]
+    assert [launch.entry.decode() for launch in driver.launches] == entries
+
+
 @pytest.mark.parametrize("name", SPEC["ops"])
 def test_opcheck_passes(op, layer, driver, name):
     torch.library.opcheck(getattr(op.ops, name).default, tuple(tensors_of(name, 2).values()))
