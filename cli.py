@@ -30,6 +30,7 @@ try:
         __version__,
         bench,
         checks,
+        export,
         inspection,
         jobs,
         options,
@@ -415,6 +416,44 @@ def verify_command(
         print_json(check.to_dict())
     if not check.ok:
         sys.exit(1)
+
+
+@main.command("export")
+@contract_option
+@click.option(
+    "--set",
+    "set_folder",
+    type=click.Path(path_type=Path),
+    help="A set tuned for a V100; by default the newest of tuned/ and generated/ for the contract.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(export.TARGETS),
+    default="op",
+    show_default=True,
+    help="op: a folder that torch and the driver alone load; source: the kernels as .cu files, the same registration "
+    "and a test, for an engine's own nvcc.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The folder; by default exported/<contract>-<target>. An earlier export there is replaced.",
+)
+@json_option
+def export_command(
+    contract_name: str, set_folder: Path | None, target: export.Target, output: Path | None, as_json: bool
+) -> None:
+    """Export a contract's winners as Torch ops that an engine loads, or builds itself."""
+    chosen = contracts.load(contract_name)
+    done = export.export(
+        options.v100_set(chosen, set_folder), output or Path("exported") / f"{chosen.name}-{target}", target
+    )
+    if as_json:
+        print_json(done.to_dict())
+        return
+    click.echo(
+        f"{done.folder}: {done.files} files, {done.nbytes / 1e6:.1f} MB; torch.ops.{done.namespace}; {done.timings}"
+    )
 
 
 @main.command("bench")

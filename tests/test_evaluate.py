@@ -106,7 +106,7 @@ def test_guesses_are_what_the_model_thinks_fastest_without_building(monkeypatch:
         return Prediction(scattered(plan.config, tokens), {}, "memory")
 
     monkeypatch.setattr(Ahead, "image", never)
-    monkeypatch.setattr(evaluate, "_registers", lambda tile, dev: 32)
+    monkeypatch.setattr(evaluate, "_registers", lambda stage, tile, dev: 32)
     monkeypatch.setattr(model, "predict_op", predicted)
     small = replace(V100, shared_per_block=4_400)
     fitting = [c for c in space.candidates(FEW) if plan.why_invalid(FEW, c, small) is None]
@@ -118,7 +118,7 @@ def test_guesses_are_what_the_model_thinks_fastest_without_building(monkeypatch:
 
 def test_what_would_spill_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     # A V100's 65536 registers are 128 a thread for 512 threads of an SM, and 80 for 768.
-    monkeypatch.setattr(evaluate, "_registers", lambda tile, dev: 128 if tile.tiles == 4 else 64)
+    monkeypatch.setattr(evaluate, "_registers", lambda stage, tile, dev: 128 if tile.tiles == 4 else 64)
     found = evaluate.guesses(FEW, 5, V100, count=1000)
     assert all(config.w2.tiles == 4 for config in space.candidates(FEW))
     assert {config.resident for config in found} == {n for n in space.RESIDENT if n <= 512}

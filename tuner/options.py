@@ -93,6 +93,20 @@ def configs(contract: Contract, key: str | None, folder: Path | None, wanted: Se
     return Configs(dict.fromkeys(wanted, default), "default")
 
 
+def v100_set(contract: Contract, folder: Path | None) -> Path:
+    """`folder`, or the first set of the contract that is tuned for a V100. Raises RequestError where none is, or where
+    `folder` holds another contract's."""
+    places = [folder] if folder else [place for place in sets(contract) if place.name.startswith("v100")]
+    for place in places:
+        if winners.read(place).contract.digest() == contract.digest():
+            return place
+    if folder:
+        raise RequestError(f"{folder} is tuned for another contract than {contract.name}: give a set of this one")
+    raise RequestError(
+        f"no set of contract {contract.name} is tuned for a V100: run tune --contract {contract.name} first"
+    )
+
+
 def sets(contract: Contract) -> list[Path]:
     """Folders of sets of a contract of that name: a user's own before the checked-in ones, V100s before others."""
     own, ours = ([p.parent for p in base.glob(f"{contract.name}/*/{winners.MANIFEST}")] for base in (TUNED, GENERATED))

@@ -80,3 +80,10 @@ def render(made: Plan) -> Mapping[str, Source]:
 def render_op(contract: Contract, config: Config) -> Source:
     """The source of the whole op as one launch: what is tuned."""
     return render(plan.make(contract, config))["op"]
+
+
+def frozen_file(name: str, /, **values: object) -> str:
+    """A file of `templates/frozen/`: rendered with `values` where its name ends in .j2, else as it stands."""
+    if name.endswith(".j2"):
+        return _environment().get_template(f"frozen/{name}").render(**values)
+    return (TEMPLATES / "frozen" / name).read_text()

@@ -1,0 +1,1 @@
+// An empty library in libtorch.so's name, so that linking needs no torch.
