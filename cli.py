@@ -369,10 +369,11 @@ def inspect_command(
 )
 @click.option(
     "--executor",
-    type=click.Choice(("host", "device")),
+    type=click.Choice(("host", "sass", "device")),
     default="host",
     show_default=True,
-    help="host emulates the source on the CPU; device runs it on this machine's GPU.",
+    help="host emulates the source on the CPU; sass executes its sm_70 machine code there, and compares with host; "
+    "device runs it on this machine's GPU.",
 )
 @click.option(
     "--code",
@@ -383,7 +384,7 @@ def inspect_command(
 )
 @click.option("--edges/--no-edges", default=True, show_default=True, help="Also odd ids, maps, padding, other plans.")
 @click.option("--gate/--no-gate", default=True, show_default=True, help="Also the published operator gate.")
-@click.option("--against-host", is_flag=True, help="With --executor device: also demand the CPU executor's bits.")
+@click.option("--against-host", is_flag=True, help="With --executor device: also demand the source's bits on the CPU.")
 @click.option("--replays", type=click.IntRange(min=1), default=3, show_default=True, help="Runs that must agree.")
 @json_option
 def verify_command(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tuner import contract, host, space
+from tuner import contract, host, memory, space
 from tuner.errors import BuildFailed, LaunchFailed, MissingTool, RequestError, TrialTimeout
 from tuner.plan import Buffer, Launch, Linear, Outputs, Plan
 from tuner.render import Source
@@ -769,7 +769,7 @@ ADDRESS = "reinterpret_cast<unsigned long long*>(out)[0] = reinterpret_cast<unsi
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_guarded_array_is_used_in_place_and_any_other_is_copied(order: int) -> None:
     plain = np.arange(5000, dtype=np.int32)
-    guarded = host.guard(plain)
+    guarded = memory.guard(plain)
     where = {
         name: run(ADDRESS, {"a": a}, ("uint64", 1), block=1, order=order)[0]
         for name, a in (("plain", plain), ("guarded", guarded))
@@ -782,7 +782,7 @@ def test_a_guarded_array_is_used_in_place_and_any_other_is_copied(order: int) ->
 
 def test_a_guarded_array_holds_the_same_and_cannot_be_written() -> None:
     plain = np.random.default_rng(0).integers(0, 255, (3, 7, 11), np.uint8)
-    guarded = host.guard(plain)
+    guarded = memory.guard(plain)
     assert (guarded.dtype, guarded.shape, guarded.tobytes()) == (plain.dtype, plain.shape, plain.tobytes())
     with pytest.raises(ValueError, match="read-only"):
         guarded[0] = 1
@@ -790,7 +790,7 @@ def test_a_guarded_array_holds_the_same_and_cannot_be_written() -> None:
 
 @pytest.mark.parametrize("index", [1024, -1])
 def test_a_guarded_array_of_whole_pages_is_guarded_at_both_ends(index: int) -> None:
-    guarded = host.guard(np.zeros(1024, np.int32))
+    guarded = memory.guard(np.zeros(1024, np.int32))
     assert f"illegal read at a (an input), byte {index * 4} of 4096" in fault(
         f"out[threadIdx.x] = a[{index}];", {"a": guarded}
     )
@@ -801,7 +801,7 @@ def test_a_guarded_arrays_memory_is_freed_with_the_last_array_over_it() -> None:
         ranges = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
         return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
 
-    guarded = host.guard(np.zeros(100_000, np.int32))
+    guarded = memory.guard(np.zeros(100_000, np.int32))
     address, view = guarded.ctypes.data, guarded[50_000:]
     del guarded
     gc.collect()
@@ -827,7 +827,7 @@ def test_a_source_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("g++ was called again")
 
-    monkeypatch.setattr(host, "_run_compiler", refuse)
+    monkeypatch.setattr(host, "run_compiler", refuse)
     assert host.compile(toy(EMPTY)) == first
     with pytest.raises(AssertionError, match="g\\+\\+ was called again"):
         host.compile(toy(EMPTY + "//"))

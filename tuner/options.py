@@ -13,9 +13,9 @@ from tuner.device import available
 from tuner.errors import InvalidConfig, MissingTool, RequestError
 from tuner.measure import DeviceExecutor
 from tuner.space import Config
-from tuner.verify import HostExecutor
+from tuner.verify import HostExecutor, MachineExecutor
 
-ExecutorName = Literal["host", "device"]
+ExecutorName = Literal["host", "sass", "device"]
 CodeName = Literal["auto", "cubin", "ptx", "native"]
 
 GENERATED = Path(__file__).parent.parent / "generated"
@@ -101,7 +101,10 @@ def sets(contract: Contract) -> list[Path]:
 
 @contextlib.contextmanager
 def executor(name: ExecutorName, code: CodeName) -> Iterator[verify.Executor]:
-    """What runs kernels: the CPU, or this machine's GPU. Raises MissingTool; RequestError for a code on the CPU."""
+    """What runs kernels: the CPU, from their source or their sm_70 code, or this machine's GPU.
+
+    Raises MissingTool; RequestError for a code on the CPU.
+    """
     if name == "device":
         found, reason = available()
         if not found:
@@ -111,4 +114,4 @@ def executor(name: ExecutorName, code: CodeName) -> Iterator[verify.Executor]:
     elif code != "auto":
         raise RequestError(f"--code {code} says what a GPU runs: give --executor device with it")
     else:
-        yield HostExecutor()
+        yield MachineExecutor() if name == "sass" else HostExecutor()
