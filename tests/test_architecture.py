@@ -23,7 +23,7 @@ ORDER = (
     *("machine", "counts", "trace", "model", "evidence"),
     *("cases", "verify", "gate", "dense", "trial", "measure", "evaluate"),
     *("ledger", "search", "choose", "winners", "report", "bench"),
-    *("calibrate", "options", "jobs", "checks", "inspection", "doctor"),
+    *("calibrate", "options", "jobs", "checks", "executed", "inspection", "doctor"),
 )
 SOLE_IMPORTERS = {
     "jinja2": {"render"},

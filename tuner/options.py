@@ -99,6 +99,14 @@ def sets(contract: Contract) -> list[Path]:
     return [p for group in (own, ours) for p in sorted(group, key=lambda p: (not p.name.startswith("v100"), p.name))]
 
 
+def only(configs: Configs) -> tuple[Config, int]:
+    """The one level's configuration and token count. Raises RequestError where there are several."""
+    if len(configs.by_level) != 1:
+        raise RequestError(f"token counts {', '.join(map(str, configs.by_level))}: expected one, such as 4")
+    ((tokens, config),) = configs.by_level.items()
+    return config, tokens
+
+
 @contextlib.contextmanager
 def executor(name: ExecutorName, code: CodeName) -> Iterator[verify.Executor]:
     """What runs kernels: the CPU, from their source or their sm_70 code, or this machine's GPU.
