@@ -226,7 +226,11 @@ def test_predicates_go_to_a_register_and_back_under_a_mask() -> None:
 
 def test_sel_and_mov_choose_and_copy_and_a_guard_leaves_the_rest() -> None:
     ask = instruction(0x80C, a=8, imm=100, compare=1, sign=0, pd=5)
-    one(lambda a, b, c: b if a < 100 else c, [ask, instruction(0x207, d=16, a=9, b=10, ps=5)], *words(EDGES, EDGES, EDGES))
+    one(
+        lambda a, b, c: b if a < 100 else c,
+        [ask, instruction(0x207, d=16, a=9, b=10, ps=5)],
+        *words(EDGES, EDGES, EDGES),
+    )
     moves = [ask, instruction(0x202, d=16, b=9), instruction(0x202, d=16, b=10, guard=5)]
     one(lambda a, b, c: c if a < 100 else b, moves, *words(EDGES, EDGES, EDGES))
 
@@ -360,7 +364,9 @@ def test_mufu_is_within_its_documented_error(kind: int, function: Callable[[floa
 
 def test_mufu_takes_a_subnormal_for_zero_and_turns_for_sine_and_cosine() -> None:
     code = [instruction(0x308, d=16, b=8, kind=4)]
-    one(lambda a: {0: 0x7F800000, 1: 0xFF800000}[a >> 31], code, np.array([1, 0x80000001, 0, 0x807FFFFF] * 8, np.uint32))
+    one(
+        lambda a: {0: 0x7F800000, 1: 0xFF800000}[a >> 31], code, np.array([1, 0x80000001, 0, 0x807FFFFF] * 8, np.uint32)
+    )
     x = np.random.default_rng(1).uniform(-1, 1, 1024).astype(np.float32)
     for kind, function in ((0, np.cos), (1, np.sin)):
         (found,) = lanes([instruction(0x308, d=16, b=8, kind=kind)], x.view(np.uint32))
@@ -431,11 +437,30 @@ def test_f2f_rounds_to_f16_and_frnd_to_whole_numbers() -> None:
     one(half, [instruction(0x304, d=16, b=8, kind=1, type=2)], *words([*REALS, *near]))
     for mode, function in enumerate((np.rint, np.floor, np.ceil, np.trunc)):
         code = [instruction(0x307, d=16, b=8, round=mode)]
-        one(lambda a, function=function: bits_of(function(real(a))), code, *words([*REALS, *near, 0x3F000000, 0xBFC00000]))
+        one(
+            lambda a, function=function: bits_of(function(real(a))),
+            code,
+            *words([*REALS, *near, 0x3F000000, 0xBFC00000]),
+        )
 
 
 # ---- f16 ------------------------------------------------------------------------------------------------------------
-HALVES = [0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0xBC00, 0x3BFF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x6400]
+HALVES = [
+    0x0000,
+    0x8000,
+    0x0001,
+    0x83FF,
+    0x0400,
+    0x3C00,
+    0xBC00,
+    0x3BFF,
+    0x7BFF,
+    0xFBFF,
+    0x7C00,
+    0xFC00,
+    0x7E00,
+    0x6400,
+]
 PAIRS = [low | high << 16 for low in HALVES for high in HALVES]
 
 

@@ -173,10 +173,9 @@ class Held {
   size_t used_ = 0;
 };
 
-// Who wrote a word of shared memory last and who has read it, and between which barriers. Atomics meet each other freely.
+// Which warps wrote a word of shared memory, plainly or by atomics, and read it since the barrier with number `epoch`.
 // depth: see Machine::follow.
-struct Access { u32 written, read, readers; u8 writer; u16 depth; };
-constexpr u8 kByAtomics = 255;
+struct Access { u32 epoch, writers, adders, readers; u16 depth; };
 
 // ---- warps --------------------------------------------------------------------------------------------------------
 enum State : u8 { kReady, kAtSync, kAtWarpSync, kAtBarrier };
@@ -478,20 +477,12 @@ class Machine {
       if (address + bytes > cta.shared.size()) return fault(cta, warp, kShared, pc, i, address, bytes, write);
       for (u64 at = address / 4; at <= (address + bytes - 1) / 4; ++at) {
         Access& word = cta.accesses[at];
-        const u8 self = atomic ? kByAtomics : warp.index;
-        if (word.written == cta.epoch && word.writer != self) {
-          return fault(cta, warp, kSharedRace, pc, i, address, word.writer, write);
-        }
-        if (word.read != cta.epoch) word.readers = 0;
-        if (write) {
-          const u32 others = word.readers & ~(1u << warp.index);
-          if (others && !atomic) return fault(cta, warp, kSharedRace, pc, i, address, __builtin_ctz(others), write);
-          word.written = cta.epoch;
-          word.writer = self;
-        } else {
-          word.read = cta.epoch;
-          word.readers |= 1u << warp.index;
-        }
+        if (word.epoch != cta.epoch) word = {cta.epoch, 0, 0, 0, word.depth};
+        // Atomics of several warps may meet, and so may their reads; all else wants a barrier between.
+        const u32 self = 1u << warp.index;
+        const u32 others = (word.writers | (atomic ? 0 : word.adders) | (write ? word.readers : 0)) & ~self;
+        if (others) return fault(cta, warp, kSharedRace, pc, i, address, __builtin_ctz(others), write);
+        (atomic ? word.adders : write ? word.writers : word.readers) |= self;
       }
     }
     return true;

@@ -312,8 +312,7 @@ class _Run:
             case "shared":
                 return f"illegal {access} of {report.other} bytes at {shared}"
             case "shared race":
-                who = "by atomics" if report.other == _ATOMICS else f"by warp {report.other}"
-                return f"{access} of {shared}, used {who} since the last barrier"
+                return f"{access} of {shared}, used by warp {report.other} since the last barrier"
             case "global race":
                 return f"read at {place}, stored by warp {report.other} since the last barrier"
             case "local":
@@ -337,7 +336,6 @@ FAULTS = (
     *("threads of a warp part where the instruction says they do not", "a jump out of the kernel", "carry", "special"),
     *("a constant outside its bank", "an instruction of the whole warp without all of its threads"),
 )  # machine.cpp's Fault
-_ATOMICS = 255  # in place of a warp's number
 
 
 def _parts(library: ctypes.CDLL, machine: int) -> Iterator[bytes]:

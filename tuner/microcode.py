@@ -79,7 +79,7 @@ _ROWS = f"""
 180 LD daO {_GLOBAL}
 184 LDS dao kind@76:,.U {_TYPE}
 183 LDL dao {_CACHE} {_TYPE}
-182 LDC da {_TYPE} kind@54.5:* lut@38.16:*
+182 LDC da {_TYPE} kind@54.5:* offset@38.16:*
 186 STG axo {_GLOBAL}
 185 ST ayO {_GLOBAL}
 188 STS axo {_TYPE}
@@ -93,7 +93,7 @@ _ROWS = f"""
 192 MEMBAR - order@79.2:.SC,.ALL scope@76.3:.CTA,?,.GPU,.SYS
 1ab ERRBAR -
 18f CCTL aO wide@72:,.E kind@87.4:.PF1,.PF2,.WB,?,.IVALL order@78.3:*
-11d BAR - kind@77.3:.SYNC lut@54.4:* lut_low@42.12:*
+11d BAR - kind@77.3:.SYNC =54.4=0 =42.12=0
 155 BMOV d kind@84:.32,.32.CLEAR lut@24.4:*
 156 BMOV_SET x kind@84:.32 lut@24.4:*
 145 BSSY - lut@16.4:* =87.4=7
