@@ -297,7 +297,7 @@ def test_the_two_branches_that_ask_whether_a_warp_is_together(apart: bool) -> No
 
 
 def test_what_never_ends_is_stopped_and_what_cannot_go_on_is_told() -> None:
-    with pytest.raises(TrialTimeout, match="had not ended after 0.2 s"):
+    with pytest.raises(TrialTimeout, match=r"had not ended after 0\.2 s"):
         run([branch(0x947, 0), EXIT], NOTHING, 32, timeout_s=0.2)
     half = instruction(0x80C, a=0, imm=32, compare=1, sign=0, pd=0)
     stuck = [branch(0x945, 2, lut=0), instruction(0xB1D, guard=0), branch(0x947, 1), EXIT]
