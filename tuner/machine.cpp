@@ -567,8 +567,7 @@ class Machine {
     switch (m.type) {
       case 0: return combined<u32, u32>(m.kind, old, first);
       case 1: return combined<u32, i32>(m.kind, old, first);
-      case 2: return combined<u64, u64>(m.kind, old, first);
-      default: return combined<u64, i64>(m.kind, old, first);
+      default: return combined<u64, u64>(m.kind, old, first);
     }
   }
 

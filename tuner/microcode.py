@@ -32,9 +32,10 @@ _COMBINE = "combine@74.2:.AND,.OR,.XOR"
 _H2 = "a- a| swizzle_a@74.2:,?,, x- x| swizzle_x@60.2:,?,,"
 _TYPE = "type@73.3:.U8,.S8,.U16,.S16,,.64,.128"
 _CACHE = "cache@84.3:.EF,,?,.LU,?,.NA"
-_STRENGTH = "order@79.2:.CONSTANT,,.STRONG scope@77.2:.CTA,?,.GPU,.SYS"
-_GLOBAL = f"wide@72:?,.E {_CACHE} {_TYPE} {_STRENGTH}"
-_ATOMIC = f"{_CACHE} type@73.3:,.S32,.64,?,?,.S64 {_STRENGTH}"
+_SCOPE = "scope@77.2:.CTA,?,.GPU,.SYS"
+_LOAD = f"wide@72:?,.E {_CACHE} {_TYPE} order@79.2:.CONSTANT,,.STRONG {_SCOPE}"
+_STORE = f"wide@72:?,.E {_CACHE} {_TYPE} order@79.2:?,,.STRONG {_SCOPE}"
+_ATOMIC = f"{_CACHE} type@73.3:,.S32,.64 order@79.2:?,?,.STRONG {_SCOPE}"
 _ATOMS = ".ADD,.MIN,.MAX,.INC,.DEC,.AND,.OR,.XOR"
 _ROWS = f"""
 021 FADD dax a- a| x- x| {_F32}
@@ -75,13 +76,13 @@ _ROWS = f"""
 006 VOTE d kind@72.2:.ALL,.ANY,.EQ pd ps
 189 SHFL d kind@58.2:.IDX,.UP,.DOWN,.BFLY pd
 1a1 MATCH da kind@79:?,.ANY =81.3=7
-181 LDG dao {_GLOBAL} =81.3=7
-180 LD daO {_GLOBAL}
+181 LDG dao {_LOAD} =81.3=7
+180 LD daO {_LOAD}
 184 LDS dao kind@76:,.U {_TYPE}
 183 LDL dao {_CACHE} {_TYPE}
-182 LDC da {_TYPE} kind@54.5:* offset@38.16:*
-186 STG axo {_GLOBAL}
-185 ST ayO {_GLOBAL}
+182 LDC da type@73.3:.U8,.S8,.U16,.S16,,.64 kind@54.5:* offset@38.16:*
+186 STG axo {_STORE}
+185 ST ayO {_STORE}
 188 STS axo {_TYPE}
 187 STL axo {_CACHE} {_TYPE}
 1a8 ATOMG daxo wide@72:?,.E =81.3=7 kind@87.4:{_ATOMS},.EXCH {_ATOMIC}
@@ -114,8 +115,6 @@ _SCHEDULE = 105  # bits from here on: stalls, barriers of the scoreboard and ope
 _CONTROL = {"BRA", "CALL", "BSSY", "RET"}  # bits 34-81 are a distance
 _IMMEDIATE, _CONSTANT = (2, 4), (3, 5)  # an opcode's bits 9-11: what stands in bits 32-63, if no register
 _LAST = (2, 3)  # those where it is the last operand, and bits 64-71 the one before
-_TYPE_BYTES = (1, 1, 2, 2, 4, 8, 16)
-_ATOMIC_BYTES = {0: 4, 1: 4, 2: 8, 5: 8}
 
 #: What `machine.cpp` reads of an instruction, in this order; H, B, I, i, Q are struct's letters.
 LAYOUT = (
@@ -206,12 +205,12 @@ def decode(image: Image) -> tuple[Micro, ...]:
 
 
 def supported() -> str:
-    """The table of what is executed, as Markdown: opcode, its forms' bits, modifiers."""
+    """The table of what is executed, as Markdown: opcode, its forms' bits, and each modifier's values, `-` for none."""
     lines = ["| opcode | modifiers |", "| --- | --- |"]
     for code, row in _rows().items():
-        told = (("|".join(s or "-" for s in f.suffixes if s != "?")) for f in row.fields if f.suffixes)
+        told = (("/".join(s or "-" for s in f.suffixes if s != "?")) for f in row.fields if f.suffixes)
         forms = ", ".join(f"{high << 9 | code:03x}" for high in range(8) if sass.known(high << 9 | code))
-        lines.append(f"| {row.name} ({forms}) | {' '.join(f'`{each}`' for each in told if each.strip('-|'))} |")
+        lines.append(f"| {row.name} ({forms}) | {' '.join(f'`{each}`' for each in told if each.strip('-/'))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -362,6 +361,12 @@ class _Decoder:
             raise self._unknown("an f32 sum of two pairs of halves is not known")
         elif name == "LEA" and fields["high"] and fields.get("signs"):
             raise self._unknown("the high part of a negated operand is not known")
+        elif name == "LEA" and self._last and not (fields["high"] and not fields["sign"]):
+            raise self._unknown("this order of operands is known of LEA.HI alone")
+        elif name.startswith("IMAD") and self._last and fields.get("signs"):
+            raise self._unknown("a negated addend that is no register is not known")
+        elif name == "I2F" and fields["kind"] == 1 and fields["round"]:
+            raise self._unknown("rounding to f16 otherwise than to the nearest is not known")
         elif name == "LOP3" and fields["pd"] != ALWAYS and fields["ps"] != ALWAYS + 8:
             raise self._unknown("a result's predicate together with another is not known")
         elif name == "PLOP3":
