@@ -30,7 +30,6 @@ try:
         __version__,
         bench,
         checks,
-        counts,
         inspection,
         jobs,
         options,
@@ -355,7 +354,7 @@ def inspect_command(
     done = list(execution.count(chosen, configs.by_level, gpu, routed)) if executed else []
     if as_json:
         rows: dict[str, Any] = {"kernels": [row.to_dict() for row in found], "code": [each.to_dict() for each in code]}
-        rows["executed"] = [{"tokens": tokens, **counted.to_dict()} for tokens, counted in done]
+        rows["executed"] = [each.to_dict() for each in done]
         print_json({"configs": configs.origin, "gpu": gpu, **rows})
         return
     click.echo(f"{chosen.name} for {gpu}; configurations: {configs.origin}")
@@ -365,7 +364,7 @@ def inspect_command(
         table(inspection.CODE_HEADERS, inspection.code_rows(code))
     if done:
         click.echo(f"\nexecuted as sm_70 code on CPU, {routed} routing")
-        table(counts.HEADERS, (counts.row(tokens, counted) for tokens, counted in done))
+        table(execution.HEADERS, (each.cells() for each in done))
     for each in code:
         for fault in each.faults:
             click.echo(f"FAULT {each.stage} at {each.tokens} tokens: {fault}")

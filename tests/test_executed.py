@@ -30,6 +30,7 @@ def test_inspect_shows_what_the_machine_code_did_beside_the_budget(contract: str
     told = json.loads(said("inspect", "--contract", contract, "--concurrency", "2", "--executed", "--json"))
     (found,) = told["executed"]
     assert found["tokens"] == 2
+    assert found["ok"] and found["source_bits"]
     assert found["stage"] == "op"
     assert sum(found["classes"].values()) == found["instructions"]
     assert found["per_eight"] > 0
@@ -48,9 +49,9 @@ def test_instructions_for_eight_weights_are_those_of_the_active_experts(tmp_path
     assert step.active == 1
     (told,) = executed.count(one, {2: space.default(one)}, machine.DEVICE, "single-hot")
     weights = one.w13.k * one.w13.n + one.w2.k * one.w2.n
-    assert told[1].per_eight == told[1].instructions * 32 * 8 / weights
+    assert told.counts.per_eight == told.counts.instructions * 32 * 8 / weights
     v100 = gpu.device(machine.DEVICE)
-    nbytes = told[1].budget or 0
+    nbytes = told.counts.budget or 0
     lanes_a_byte = v100.sms * v100.issue_per_clock * 32 * v100.clock_mhz * 1e6 / (v100.bandwidth_gbs * 1e9)
     assert 4 <= nbytes / lanes_a_byte <= 6  # eight weights are 4 bytes, and their statistics
 

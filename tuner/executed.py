@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tuner import build, cases, counts, machine, model, plan, render, trace, verify
+from tuner import build, cases, counts, host, machine, model, plan, render, trace, verify
 from tuner.build import Image
 from tuner.cases import Case
 from tuner.contract import Contract
@@ -18,6 +18,7 @@ from tuner.errors import RequestError
 from tuner.gpu import Device
 from tuner.machine import Executed
 from tuner.plan import Launch, Plan, PlanName
+from tuner.reference import Difference
 from tuner.sass import ARCH
 from tuner.space import Config
 from tuner.verify import Layers, Operands
@@ -49,8 +50,33 @@ def step(layers: Layers, config: Config, tokens: int, name: PlanName, routed: st
     return Step(made, images, verify.operands(made, layers.weights(0), case), case)
 
 
-def count(contract: Contract, configs: Mapping[int, Config], gpu: str, routed: str) -> Iterator[tuple[int, Counts]]:
-    """(tokens, counts) of each level's fused launch, executed once. Raises as `step` and machine.execute do.
+@dataclass(frozen=True)
+class Shown:
+    """A level's fused launch: what it did, how far its output is from float64, whether its bits are the source's."""
+
+    tokens: int
+    counts: Counts
+    difference: Difference
+    ok: bool
+    source_bits: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        told = {"tokens": self.tokens, "ok": self.ok, "source_bits": self.source_bits}
+        return told | {"difference": self.difference.to_dict(), **self.counts.to_dict()}
+
+    def cells(self) -> tuple[object, ...]:
+        """The row under HEADERS."""
+        first, *rest = counts.row(self.tokens, self.counts)
+        bits = "source's bits" if self.source_bits else "other bits than its source"
+        return (first, f"{self.difference.relative_l2:.2e}", f"{'ok' if self.ok else 'WRONG'}, {bits}", *rest)
+
+
+HEADERS = (counts.HEADERS[0], "rel. L2", "verdict", *counts.HEADERS[1:])
+
+
+def count(contract: Contract, configs: Mapping[int, Config], gpu: str, routed: str) -> Iterator[Shown]:
+    """Each level's fused launch, executed once, and its source emulated. Raises as `step` and machine.execute do.
 
     Raises RequestError for a GPU that does not run sm_70 code.
     """
@@ -61,8 +87,12 @@ def count(contract: Contract, configs: Mapping[int, Config], gpu: str, routed: s
     for tokens, config in configs.items():
         chosen = step(layers, config, tokens, "fused", routed)
         done: list[Executed] = []
-        machine.execute(chosen.made, chosen.images, chosen.operands, tokens, device=described, counted=done)
-        yield from ((tokens, _counted(chosen, each, described)) for each in done)
+        found = machine.execute(chosen.made, chosen.images, chosen.operands, tokens, device=described, counted=done)
+        source = host.execute(chosen.made, render.render(chosen.made), chosen.operands, tokens)
+        expected, local = layers.expected(0, chosen.case), chosen.case.local(contract.experts)
+        difference, _, wrong = verify.check_output(contract, expected, local, found.out)
+        same = found.out.tobytes() == source.out.tobytes()
+        yield Shown(tokens, _counted(chosen, done[0], described), difference, not wrong, same)
 
 
 def _counted(chosen: Step, done: Executed, device: Device) -> Counts:
