@@ -38,7 +38,7 @@ enum Fault : i32 {
 };
 
 // Mirrored field by field by machine.py.
-struct Range { u64 begin, end; u32 writable, unused; };
+struct Range { u64 begin, end, told; u32 writable, unused; };  // told: where counts and traces say that it begins
 struct Setup {
   const Micro* code;
   const u8* constants;
@@ -466,13 +466,14 @@ class Machine {
       const Range* range = range_of(pc, address_[i], bytes);
       if (!range) return fault(cta, warp, kMemory, pc, i, address_[i], bytes, write);
       if (write && !range->writable) return fault(cta, warp, kReadOnly, pc, i, address_[i], bytes, write);
+      told_[i] = address_[i] - range->begin + range->told;
     }
     return true;
   }
 
   bool check_shared(Cta& cta, const Warp& warp, u32 pc, u32 mask, unsigned bytes, bool write, bool atomic) {
     ACTIVE(mask) {
-      const u64 address = address_[i];
+      const u64 address = told_[i] = address_[i];
       if (address % bytes) return fault(cta, warp, kMisaligned, pc, i, address, bytes, write);
       if (address + bytes > cta.shared.size()) return fault(cta, warp, kShared, pc, i, address, bytes, write);
       for (u64 at = address / 4; at <= (address + bytes - 1) / 4; ++at) {
@@ -599,7 +600,7 @@ class Machine {
   // ---- counting and tracing ----
   // So that a trace can be held to what was executed.
   void tally_addresses(u32 pc, u32 mask) {
-    ACTIVE(mask) tallies[pc].addresses += address_[i] * (2 * i + 1);
+    ACTIVE(mask) tallies[pc].addresses += told_[i] * (2 * i + 1);
   }
 
   void tally_global(u32 pc, u32 mask, unsigned bytes) {
@@ -610,7 +611,7 @@ class Machine {
     u64 seen[64];
     unsigned count = 0;
     ACTIVE(mask) {
-      for (u64 sector = address_[i] >> 5; sector <= (address_[i] + bytes - 1) >> 5; ++sector) {
+      for (u64 sector = told_[i] >> 5; sector <= (told_[i] + bytes - 1) >> 5; ++sector) {
         unsigned k = count;
         while (k > 0 && seen[k - 1] != sector) --k;
         if (k) continue;
@@ -635,7 +636,7 @@ class Machine {
       for (unsigned b = 0; b < 32; ++b) banks[b].clear();
       size_t most = 0;
       ACTIVE(part) {
-        for (u64 word = address_[from + i] / 4; word <= (address_[from + i] + bytes - 1) / 4; ++word) {
+        for (u64 word = told_[from + i] / 4; word <= (told_[from + i] + bytes - 1) / 4; ++word) {
           auto& bank = banks[word % 32];
           bool known = false;
           for (u64 each : bank) known = known || each == word;
@@ -688,12 +689,12 @@ class Machine {
     if (mask != kAll) put(&mask, 4);
     if (!addresses || !mask) return;
     const unsigned first = __builtin_ctz(mask);
-    const u64 base = address_[first];
+    const u64 base = told_[first];
     i32 steps[32];
     unsigned count = 0, before = first;
     bool near = true, even = true;
     ACTIVE(mask & (mask - 1)) {
-      const i64 step = static_cast<i64>(address_[i] - address_[before]);
+      const i64 step = static_cast<i64>(told_[i] - told_[before]);
       steps[count] = static_cast<i32>(step);
       near = near && steps[count] == step;
       even = even && i == before + 1 && steps[count] == steps[0];
@@ -704,7 +705,7 @@ class Machine {
     if (count == 0) steps[0] = 0;
     put(&base, 8);
     put(&form, 1);
-    if (form == 0) ACTIVE(mask & (mask - 1)) put(&address_[i], 8);
+    if (form == 0) ACTIVE(mask & (mask - 1)) put(&told_[i], 8);
     else put(steps, 4 * (form == 1 ? 1 : count));
   }
 
@@ -775,7 +776,7 @@ class Machine {
   std::vector<std::vector<Traced>> finished_;
   size_t emitted_ = 0, warp_ = 0;
   std::string text_;
-  u64 address_[32];
+  u64 address_[32], told_[32];  // of the lanes of a memory access
   std::vector<u64> banks_[32];
 };
 

@@ -17,6 +17,7 @@ claimed: they agree within 2^-20 of the sum of |products|. MUFU's estimates are 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import shutil
 import tempfile
 import time
@@ -46,6 +47,7 @@ _AT_ONCE = 1 << 20  # instructions between two looks at the clock
 _MOST_CODE = 1 << 15  # instructions of a kernel: a trace keeps their number in 15 bits
 _PARAMETERS = sass.PARAMETERS
 _STACK = 0x28  # in constant bank 0: where a thread's stack begins, at the end of its local memory
+_TOLD, _APART = 0x00007F4000000000, 2 << 20  # where counts and traces place operands, a GPU's large page apart
 DEVICE = "V100-PCIE-32GB"
 
 
@@ -94,7 +96,7 @@ def _library() -> ctypes.CDLL:
 
 class _Range(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("begin", "end")),
+        *((name, ctypes.c_uint64) for name in ("begin", "end", "told")),
         *((name, ctypes.c_uint32) for name in ("writable", "unused")),
     )
 
@@ -211,12 +213,9 @@ class _Run:
         self._constants = self._bank_0()
 
     def execute(self, deadline: float, timeout_s: float, counted: bool, trace: Text | None) -> Executed:
-        library, memory, launch = _library(), self._memory, self._launch
+        library, launch = _library(), self._launch
         table = b"".join(each.packed(self._constant(each)) for each in self._code)
-        ranges = [
-            _Range(mapping.address, mapping.address + mapping.nbytes, name in memory.results, 0)
-            for name, mapping in memory.mappings.items()
-        ]
+        ranges = list(self._ranges())
         sink = trace(launch, self._image, self._code, self._grid, self._shared) if trace else None
         pieces = [text.encode() for pair in sink.pieces for text in pair] if sink else []
         texts = (ctypes.c_char_p * len(pieces))(*pieces)
@@ -253,6 +252,14 @@ class _Run:
             )
         finally:
             library.machine_free(machine)
+
+    def _ranges(self) -> Iterator[_Range]:
+        """The operands. Counts and traces place them one after another, so that no run differs from another."""
+        place = _TOLD
+        for name, mapping in self._memory.mappings.items():
+            told = place + mapping.address % mmap.PAGESIZE
+            yield _Range(mapping.address, mapping.address + mapping.nbytes, told, name in self._memory.results, 0)
+            place += -(-mapping.pages // _APART) * _APART
 
     @property
     def _shared(self) -> int:

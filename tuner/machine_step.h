@@ -589,7 +589,7 @@ bool Machine::slice(Cta& cta, Warp& warp, u32 budget) {
       case OP_LDL: case OP_STL: {
         effective(false);
         ACTIVE(mask) {
-          const u64 at = address_[i];
+          const u64 at = told_[i] = address_[i];
           if (at % m.bytes || at + m.bytes > s.local) return fault(cta, warp, kLocal, pc, i, at, m.bytes, m.op == OP_STL);
           u8* place = &warp.local[static_cast<size_t>(i) * s.local + at];
           if (m.op == OP_LDL) put_loaded(target(m.d), i, place, m);

@@ -9,7 +9,8 @@ place, and for each of its warps how many instructions it executed and a line fo
 with PC and mask in hexadecimal, and of each operand its first register. Width is what a lane accesses, in bytes, 0
 where none accesses memory; base and stride where the lanes that do are neighbours evenly apart, else the steps from
 one lane's address to the next's, or where those do not fit 32 bits the addresses. The immediate is always 0: no timing
-hangs on it. Addresses are those of this run's operands; shared ones count from the block's own begin.
+hangs on it. Operands lie one after another, so that a step always gives the same trace; shared addresses count from
+the block's own begin.
 """
 
 from __future__ import annotations
