@@ -44,6 +44,7 @@ try:
     from tuner import checkpoint as checkpoints
     from tuner import contract as contracts
     from tuner import doctor as doctors
+    from tuner import executed as execution
     from tuner.errors import VoltuneError
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -318,6 +319,12 @@ def render_command(
 @tokens_option
 @click.option("--gpu", default=jobs.DEFAULT_GPU, show_default=True, help="The described GPU to inspect for.")
 @click.option(
+    "--executed",
+    is_flag=True,
+    help="Also execute each level's sm_70 code on the CPU, and show what it does beside a V100's budget.",
+)
+@click.option("--routing", "routed", default="uniform", show_default=True, help="Of --executed: a name or a file.")
+@click.option(
     "--record",
     is_flag=True,
     help="Also write what the machine code shows into the set, where tests hold later kernels to it.",
@@ -329,6 +336,8 @@ def inspect_command(
     set_folder: Path | None,
     concurrency: str | None,
     gpu: str,
+    executed: bool,
+    routed: str,
     record: bool,
     as_json: bool,
 ) -> None:
@@ -343,8 +352,10 @@ def inspect_command(
     found = inspection.inspect(chosen, configs.by_level, gpu)
     code = inspection.machine_code(chosen, configs.by_level, gpu)
     written = inspection.record(configs, code, gpu) if record else None
+    done = list(execution.count(chosen, configs.by_level, gpu, routed)) if executed else []
     if as_json:
-        rows = {"kernels": [row.to_dict() for row in found], "code": [each.to_dict() for each in code]}
+        rows: dict[str, Any] = {"kernels": [row.to_dict() for row in found], "code": [each.to_dict() for each in code]}
+        rows["executed"] = [each.to_dict() for each in done]
         print_json({"configs": configs.origin, "gpu": gpu, **rows})
         return
     click.echo(f"{chosen.name} for {gpu}; configurations: {configs.origin}")
@@ -352,6 +363,9 @@ def inspect_command(
     if code:
         click.echo("\nmachine code, built for sm_70")
         table(inspection.CODE_HEADERS, inspection.code_rows(code))
+    if done:
+        click.echo(f"\nexecuted as sm_70 code on CPU, {routed} routing")
+        table(execution.HEADERS, (each.cells() for each in done))
     for each in code:
         for fault in each.faults:
             click.echo(f"FAULT {each.stage} at {each.tokens} tokens: {fault}")
@@ -370,10 +384,11 @@ def inspect_command(
 )
 @click.option(
     "--executor",
-    type=click.Choice(("host", "device")),
+    type=click.Choice(("host", "sass", "device")),
     default="host",
     show_default=True,
-    help="host emulates the source on the CPU; device runs it on this machine's GPU.",
+    help="host emulates the source on the CPU; sass executes its sm_70 machine code there, and compares with host; "
+    "device runs it on this machine's GPU.",
 )
 @click.option(
     "--code",
@@ -384,7 +399,7 @@ def inspect_command(
 )
 @click.option("--edges/--no-edges", default=True, show_default=True, help="Also odd ids, maps, padding, other plans.")
 @click.option("--gate/--no-gate", default=True, show_default=True, help="Also the published operator gate.")
-@click.option("--against-host", is_flag=True, help="With --executor device: also demand the CPU executor's bits.")
+@click.option("--against-host", is_flag=True, help="With --executor device: also demand the source's bits on the CPU.")
 @click.option("--replays", type=click.IntRange(min=1), default=3, show_default=True, help="Runs that must agree.")
 @json_option
 def verify_command(
@@ -454,6 +469,51 @@ def export_command(
     click.echo(
         f"{done.folder}: {done.files} files, {done.nbytes / 1e6:.1f} MB; torch.ops.{done.namespace}; {done.timings}"
     )
+
+
+@main.command("trace")
+@contract_option
+@config_option
+@set_option
+@click.option("--concurrency", "level", metavar="LEVEL", default="4", show_default=True, help="The step's token count.")
+@click.option(
+    "--plan",
+    "plan_name",
+    type=click.Choice(plan.PLANS),
+    default="fused",
+    show_default=True,
+    help="fused: the op in one launch; the others: its stages alone, after a compaction.",
+)
+@click.option("--routing", "routed", default="uniform", show_default=True, help="A routing's name or a recorded file.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="A folder that is not there yet, or empty.",
+)
+@click.option("--check/--no-check", default=True, show_default=True, help="Read the trace back and compare.")
+@json_option
+def trace_command(
+    contract_name: str,
+    config_key: str | None,
+    set_folder: Path | None,
+    level: str,
+    plan_name: plan.PlanName,
+    routed: str,
+    output: Path,
+    check: bool,
+    as_json: bool,
+) -> None:
+    """Execute one step's sm_70 code on the CPU and write what it did as Accel-Sim traces."""
+    chosen = contracts.load(contract_name)
+    configs = options.configs(chosen, config_key, set_folder, options.levels(chosen, level))
+    written = execution.write_trace(chosen, *options.only(configs), plan_name, routed, output, check)
+    if as_json:
+        print_json(written.to_dict())
+        return
+    click.echo(f"{chosen.name}, executed as sm_70 code on CPU, {routed} routing; configuration: {configs.origin}")
+    table(execution.TRACE_HEADERS, execution.trace_rows(written))
+    click.echo(f"{output}: {'read back: the same instructions, masks and addresses' if check else 'not read back'}")
 
 
 @main.command("bench")

@@ -19,10 +19,11 @@ ROOT = Path(__file__).parent.parent
 ORDER = (
     *("errors", "nvml", "worker", "cache"),
     *("contract", "awq", "checkpoint", "routing", "reference"),
-    *("space", "plan", "render", "build", "sass", "dataflow", "host", "device", "gpu", "model", "evidence"),
+    *("space", "plan", "render", "build", "sass", "dataflow", "microcode", "memory", "host", "device", "gpu"),
+    *("machine", "counts", "trace", "model", "evidence"),
     *("cases", "verify", "gate", "dense", "trial", "measure", "evaluate"),
     *("ledger", "search", "choose", "winners", "golden", "frozen", "export", "report", "bench"),
-    *("calibrate", "options", "jobs", "checks", "inspection", "doctor"),
+    *("calibrate", "options", "jobs", "checks", "executed", "inspection", "doctor"),
 )
 SOLE_IMPORTERS = {
     "jinja2": {"render"},

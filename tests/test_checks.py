@@ -95,7 +95,7 @@ def test_bits_that_differ_from_the_cpus_are_wrong_only_where_they_are_compared()
 
 
 def test_the_cpu_is_not_compared_with_itself() -> None:
-    with pytest.raises(RequestError, match="--against-host compares a GPU's bits with the CPU's"):
+    with pytest.raises(RequestError, match="--against-host compares with the bits of the CPU executor"):
         verification(HostExecutor(), {2: DEFAULT}, against_host=True)
 
 

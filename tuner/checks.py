@@ -11,7 +11,7 @@ from tuner.errors import LaunchFailed, RequestError, TrialTimeout
 from tuner.gate import GateRow
 from tuner.options import Configs
 from tuner.space import Config
-from tuner.verify import HostExecutor, Layers, Verdict
+from tuner.verify import HostExecutor, Layers, MachineExecutor, Verdict
 
 _CASE = "{:<44} {:>9} {:>9} {:>7} {:>9} {:>10} {:>11}  {}"
 _GATE = "{:>4} {:>6}  {:<12} {:<9} {:<8} {:>10} {:>8} {:>6} {:>10}  {:<5} {}"
@@ -20,6 +20,8 @@ _GATE = "{:>4} {:>6}  {:<12} {:<9} {:<8} {:>10} {:>8} {:>6} {:>10}  {:<5} {}"
 @dataclass
 class Verification:
     """Runs `sections` and keeps what they found. `replays`: runs of the fused plan on each case.
+
+    Machine code is always compared with its source.
 
     Raises RequestError for a comparison of the CPU executor with itself.
     """
@@ -37,9 +39,11 @@ class Verification:
 
     def __post_init__(self) -> None:
         if self.against_host and isinstance(self.executor, HostExecutor):
-            raise RequestError("--against-host compares a GPU's bits with the CPU's: give --executor device with it")
+            raise RequestError(
+                "--against-host compares with the bits of the CPU executor: give --executor device with it, or sass"
+            )
         self._layers = Layers(self.contract)
-        self._host = HostExecutor() if self.against_host else None
+        self._host = HostExecutor() if self.against_host or isinstance(self.executor, MachineExecutor) else None
 
     @property
     def ok(self) -> bool:

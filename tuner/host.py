@@ -5,15 +5,13 @@ order and are spread over worker processes, each of which begins a CTA when its 
 for what others that began before it will do without it. A fault ends a worker, never the caller, and is raised as
 LaunchFailed with kernel, block, thread and source line.
 
-Memory: every operand lies between pages that may not be touched. In even orders its end, rounded up to 16 bytes, meets
-the upper ones, in odd orders its start the lower ones; what is left of its pages holds 0xFF and is checked after each
-launch. Inputs are read-only while kernels run; workspace and outputs start as 0xFF bytes, counters as zeros.
+Every operand lies between pages that may not be touched (`memory`), and what is left of its own pages is checked after
+each launch. Inputs are read-only while kernels run; workspace and outputs start as 0xFF bytes, counters as zeros.
 """
 
 import ctypes
 import functools
 import hashlib
-import mmap
 import os
 import platform
 import re
@@ -22,18 +20,14 @@ import signal
 import subprocess
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from tuner import cache
 from tuner.errors import BuildFailed, LaunchFailed, MissingTool, TrialTimeout
-from tuner.plan import SCALARS, Launch, Outputs, Plan, check_counters, resolve
+from tuner.memory import GUARD, Memory, Operands
+from tuner.plan import SCALARS, Launch, Outputs, Plan
 from tuner.render import Source
-
-Operands = Mapping[str, np.ndarray | int | None]
 
 _HERE = Path(__file__).parent
 _SHIM = _HERE / "host_cuda.h"
@@ -48,141 +42,15 @@ _OBJECT = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w")
 _CHECKS = ("-fsanitize=alignment,bounds,shift-exponent", "-fno-sanitize-recover=all", "-fstack-clash-protection", "-g1")
 _ALONE = ("-nostdinc", "-nostdinc++")  # a source includes nothing, as for NVRTC
 
-_PAGE = mmap.PAGESIZE
-_GUARD = 256 << 20  # address space only: an index that is wrong by a few expert strides still meets it
-_POISON = 0xFF
-
-
-# ---- guarded memory ------------------------------------------------------------------------------------------------
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
-
-
-class _Mapping:
-    """`nbytes` of memory that worker processes share, between guard pages; freed when the last array over it is."""
-
-    def __init__(self, nbytes: int, flush_right: bool) -> None:
-        self.nbytes = nbytes
-        self.pages = -(-max(nbytes, 1) // _PAGE) * _PAGE
-        private, shared = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
-        self._base = self._map(None, self.pages + 2 * _GUARD, _PROT_NONE, private)
-        weakref.finalize(self, _libc.munmap, self._base, self.pages + 2 * _GUARD).atexit = False
-        self.first = self._map(self._base + _GUARD, self.pages, mmap.PROT_READ | mmap.PROT_WRITE, shared | _MAP_FIXED)
-        self.address = self.first + (self.pages - -(-nbytes // 16) * 16 if flush_right else 0)
-        self.__array_interface__ = {"data": (self.first, False), "shape": (self.pages,), "typestr": "|u1", "version": 3}
-
-    @staticmethod
-    def _map(address: int | None, nbytes: int, protection: int, flags: int) -> int:
-        found = _libc.mmap(address, nbytes, protection, flags, -1, 0)
-        if found is None or found == ctypes.c_void_p(-1).value:
-            raise MissingTool(f"no memory for a buffer of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
-        return int(found)
-
-    @property
-    def bytes(self) -> np.ndarray:
-        """u8 [pages]: the data and what is left of its pages."""
-        return np.asarray(self)
-
-    def array(self, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        start = self.address - self.first
-        return self.bytes[start : start + self.nbytes].view(dtype).reshape(shape)
-
-    def freeze(self) -> None:
-        if _libc.mprotect(self.first, self.pages, mmap.PROT_READ):
-            raise MissingTool(f"an input cannot be made read-only: {os.strerror(ctypes.get_errno())}")
-        self.__array_interface__["data"] = (self.first, True)
-
-    def touched(self) -> int | None:
-        """Where, counted from the data's start, something was written outside the data; None when nothing was."""
-        start = self.address - self.first
-        for lowest, part in ((0, self.bytes[:start]), (start + self.nbytes, self.bytes[start + self.nbytes :])):
-            if (part != _POISON).any():
-                return lowest + int(np.argmax(part != _POISON)) - start
-        return None
-
-    def offset(self, address: int) -> int | None:
-        """`address` counted from the data's start; None when it is neither in the pages nor in their guards."""
-        within = self._base <= address < self._base + self.pages + 2 * _GUARD
-        return address - self.address if within else None
-
-
-_guarded: "weakref.WeakValueDictionary[int, _Mapping]" = weakref.WeakValueDictionary()
-
-
-def guard(array: np.ndarray) -> np.ndarray:
-    """A read-only copy of `array` between guard pages, which `execute` uses in place instead of copying it again.
-
-    For weights: made once, used by any number of runs, freed with the last array over it. It meets the guard pages at
-    its end, and at its start as well if its size is a multiple of the page size, in every order. Raises MissingTool
-    when there is no memory for it.
-    """
-    mapping = _fill(array, flush_right=True)
-    _guarded[mapping.address] = mapping
-    return mapping.array(array.dtype, array.shape)
-
-
-def _fill(array: np.ndarray, flush_right: bool) -> _Mapping:
-    mapping = _Mapping(array.nbytes, flush_right)
-    start = mapping.address - mapping.first
-    mapping.bytes[:start] = _POISON
-    mapping.bytes[start + array.nbytes :] = _POISON
-    mapping.array(array.dtype, array.shape)[...] = array
-    mapping.freeze()
-    return mapping
-
-
-# ---- operands ------------------------------------------------------------------------------------------------------
-class _Memory:
-    """The operands of one run: a mapping by buffer, and the 64-bit slot that a kernel's argument is read from."""
-
-    def __init__(self, plan: Plan, operands: Operands, tokens: int, flush_right: bool) -> None:
-        self.tokens = tokens
-        self.flush_right = flush_right
-        self.mappings: dict[str, _Mapping] = {}
-        self.results: dict[str, np.ndarray] = {}
-        inputs, self._scalars = resolve(plan, operands, tokens)
-        for name, given in inputs.items():
-            self._put(name, given)
-        for buffer in plan.buffers:
-            if buffer.role != "input":
-                mapping = self.mappings[buffer.name] = _Mapping(buffer.nbytes(tokens), flush_right)
-                mapping.bytes[:] = _POISON
-                result = mapping.array(np.dtype(buffer.dtype), buffer.dimensions(tokens))
-                if buffer.role == "counters":
-                    result[...] = 0
-                self.results[buffer.name] = result
-
-    def slot(self, name: str) -> int:
-        if name in self._scalars:
-            return self._scalars[name]
-        mapping = self.mappings.get(name)
-        return mapping.address if mapping else 0
-
-    def _put(self, name: str, array: np.ndarray) -> None:
-        mapping = _guarded.get(array.ctypes.data)
-        in_place = mapping is not None and mapping.nbytes == array.nbytes and array.flags.c_contiguous
-        self.mappings[name] = mapping if mapping and in_place else _fill(array, self.flush_right)
-
-    def place(self, address: int) -> str:
-        """What lies at an address, in words."""
-        for name, mapping in self.mappings.items():
-            offset = mapping.offset(address)
-            if offset is not None:
-                role = "" if name in self.results else " (an input)"
-                return f"{name}{role}, byte {offset} of {mapping.nbytes}"
-        if address < 1 << 20:
-            return f"address {address:#x}, a null pointer: an absent operand, or shared memory in a launch without any"
-        return f"address {address:#x}, which belongs to no operand"
-
 
 # ---- compiling -----------------------------------------------------------------------------------------------------
+def compiler() -> tuple[str, str]:
+    """(g++'s path, what -march=native and the code depend on: its version and this CPU). Raises MissingTool."""
+    return _examined(shutil.which("g++"))
+
+
 @functools.lru_cache(maxsize=8)
-def _compiler(path: str | None) -> tuple[str, str]:
-    """(g++'s path, what -march=native and the code depend on: its version and this CPU)."""
+def _examined(path: str | None) -> tuple[str, str]:
     if path is None:
         raise MissingTool("g++ was not found: the CPU executor compiles with it; install it with: apt-get install g++")
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
@@ -194,14 +62,16 @@ def _compiler(path: str | None) -> tuple[str, str]:
 
 def require_compiler() -> None:
     """Raises MissingTool where there is no C++ compiler to run kernels with."""
-    _compiler(shutil.which("g++"))
+    compiler()
 
 
-def _digest(*parts: str) -> str:
+def digest(*parts: str) -> str:
+    """A name in the cache for what is made of `parts`."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _run_compiler(what: str, command: list[str], folder: str) -> None:
+def run_compiler(what: str, command: list[str], folder: str) -> None:
+    """Raises BuildFailed with g++'s log when it refuses `what`."""
     plain = {**os.environ, "LC_ALL": "C"}  # a log in ASCII and in one language
     done = subprocess.run(command, cwd=folder, env=plain, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -210,13 +80,13 @@ def _run_compiler(what: str, command: list[str], folder: str) -> None:
 
 def _runtime() -> Path:
     """The scheduler's object file, from the cache."""
-    compiler, machine = _compiler(shutil.which("g++"))
+    gxx, machine = compiler()
     flags = [*_FLAGS, *_OBJECT]
 
     def make(path: Path) -> None:
-        _run_compiler("the runtime", [compiler, "-c", *flags, str(_RUNTIME), "-o", str(path)], str(_HERE))
+        run_compiler("the runtime", [gxx, "-c", *flags, str(_RUNTIME), "-o", str(path)], str(_HERE))
 
-    key = _digest(_RUNTIME.read_text(), _SHIM.read_text(), *flags, machine)
+    key = digest(_RUNTIME.read_text(), _SHIM.read_text(), *flags, machine)
     return cache.get_or_make("host", key, ".o", make)
 
 
@@ -225,7 +95,7 @@ def compile(source: Source) -> Path:
 
     Raises MissingTool without g++, BuildFailed with g++'s log when it refuses the source.
     """
-    compiler, machine = _compiler(shutil.which("g++"))
+    gxx, machine = compiler()
     if not re.fullmatch(r"[A-Za-z_]\w*", source.kernel):
         raise BuildFailed(f"kernel name {source.kernel!r}: expected a C identifier")
     flags = [*_FLAGS, *_OBJECT, *_CHECKS, *_ALONE]
@@ -236,12 +106,12 @@ def compile(source: Source) -> Path:
         with tempfile.TemporaryDirectory(prefix="voltune-") as folder:
             (Path(folder) / f"{source.kernel}.cpp").write_text(text)
             place = f"-ffile-prefix-map={folder}=."
-            command = [compiler, "-c", *flags, place, "-include", str(_SHIM), f"{source.kernel}.cpp", "-o", "kernel.o"]
-            _run_compiler(source.kernel, command, folder)
-            command = [compiler, "-shared", "kernel.o", str(runtime), "-lm", "-o", str(path)]
-            _run_compiler(source.kernel, command, folder)
+            command = [gxx, "-c", *flags, place, "-include", str(_SHIM), f"{source.kernel}.cpp", "-o", "kernel.o"]
+            run_compiler(source.kernel, command, folder)
+            command = [gxx, "-shared", "kernel.o", str(runtime), "-lm", "-o", str(path)]
+            run_compiler(source.kernel, command, folder)
 
-    key = _digest(text, _SHIM.read_text(), _RUNTIME.read_text(), *flags, machine)
+    key = digest(text, _SHIM.read_text(), _RUNTIME.read_text(), *flags, machine)
     return cache.get_or_make("host", key, ".so", make)
 
 
@@ -294,19 +164,15 @@ def execute(
     reach, an element of an output left unwritten, or a counter not left zero, TrialTimeout when the launches together
     take longer than `timeout_s` seconds.
     """
-    memory = _Memory(plan, operands, tokens, flush_right=order % 2 == 0)
+    memory = Memory(plan, operands, tokens, flush_right=order % 2 == 0)
     libraries = [compile(sources[launch.stage]) for launch in plan.launches]
     deadline = time.monotonic() + timeout_s
     for launch, library in zip(plan.launches, libraries, strict=True):
         _launch(launch, library, memory, order, deadline, timeout_s)
-    check_counters(plan.buffers, memory.results)
-    for buffer in plan.buffers:
-        if buffer.role == "output":
-            _check_written(buffer.name, memory.results[buffer.name])
-    return Outputs({name: array.copy() for name, array in memory.results.items()})
+    return memory.outputs(plan)
 
 
-def _launch(launch: Launch, path: Path, memory: _Memory, order: int, deadline: float, timeout_s: float) -> None:
+def _launch(launch: Launch, path: Path, memory: Memory, order: int, deadline: float, timeout_s: float) -> None:
     library = ctypes.CDLL(str(path), use_errno=True)
     for function, restype in (("voltune_signature", ctypes.c_char_p), ("voltune_start", ctypes.c_void_p)):
         getattr(library, function).restype = restype
@@ -350,21 +216,7 @@ def _launch(launch: Launch, path: Path, memory: _Memory, order: int, deadline: f
     finally:
         library.voltune_stop(run)
         library.voltune_free(run)
-    for name in memory.results:  # the other operands are read-only
-        mapping = memory.mappings[name]
-        touched = mapping.touched()
-        if touched is not None:
-            where = f"{name}, byte {touched} of {mapping.nbytes}"
-            raise LaunchFailed(f"kernel {launch.kernel} wrote outside a buffer: {where}")
-
-
-def _check_written(name: str, array: np.ndarray) -> None:
-    raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1, array.itemsize)
-    unwritten = (raw == _POISON).all(axis=1)
-    if unwritten.any():
-        index = tuple(int(i) for i in np.unravel_index(int(np.argmax(unwritten)), array.shape))
-        more = f"{int(unwritten.sum()) - 1} more of {array.size} elements"
-        raise LaunchFailed(f"unwritten output, still 0xFF bytes: {name}{list(index)} and {more}")
+    memory.check_untouched(launch.kernel)
 
 
 # ---- telling a fault -----------------------------------------------------------------------------------------------
@@ -378,7 +230,7 @@ _FAULTS = (
 )  # host_runtime.cpp's Fault
 
 
-def _told(launch: Launch, path: Path, memory: _Memory, report: _Report) -> str:
+def _told(launch: Launch, path: Path, memory: Memory, report: _Report) -> str:
     """The report as one line: kernel, block, thread, source line, and what happened."""
     fault = _FAULTS[report.fault]
     # An overrun of shared memory is found when its CTA ends, whoever did it.
@@ -389,7 +241,7 @@ def _told(launch: Launch, path: Path, memory: _Memory, report: _Report) -> str:
     return f"kernel {launch.kernel}, block ({report.block_x},{report.block_y}), {thread}{at}: {what}"
 
 
-def _happened(fault: str, report: _Report, memory: _Memory, block: int) -> str:
+def _happened(fault: str, report: _Report, memory: Memory, block: int) -> str:
     value = ctypes.c_int64(report.address).value
     detail = report.detail.decode(errors="replace")
     access = "write" if report.write == 1 else "read"
@@ -441,8 +293,8 @@ def _groups(report: _Report, block: int) -> str:
     return ", ".join(lines + ["..."] * (len(told) > 12))
 
 
-def _place(report: _Report, memory: _Memory) -> str:
-    if report.arena and report.arena - _GUARD <= report.address < report.arena + report.arena_bytes + _GUARD:
+def _place(report: _Report, memory: Memory) -> str:
+    if report.arena and report.arena - GUARD <= report.address < report.arena + report.arena_bytes + GUARD:
         return f"shared memory, byte {report.address - report.arena} of {report.arena_bytes}"
     return memory.place(report.address)
 

@@ -13,9 +13,9 @@ from tuner.device import available
 from tuner.errors import InvalidConfig, MissingTool, RequestError
 from tuner.measure import DeviceExecutor
 from tuner.space import Config
-from tuner.verify import HostExecutor
+from tuner.verify import HostExecutor, MachineExecutor
 
-ExecutorName = Literal["host", "device"]
+ExecutorName = Literal["host", "sass", "device"]
 CodeName = Literal["auto", "cubin", "ptx", "native"]
 
 GENERATED = Path(__file__).parent.parent / "generated"
@@ -113,9 +113,20 @@ def sets(contract: Contract) -> list[Path]:
     return [p for group in (own, ours) for p in sorted(group, key=lambda p: (not p.name.startswith("v100"), p.name))]
 
 
+def only(configs: Configs) -> tuple[Config, int]:
+    """The one level's configuration and token count. Raises RequestError where there are several."""
+    if len(configs.by_level) != 1:
+        raise RequestError(f"token counts {', '.join(map(str, configs.by_level))}: expected one, such as 4")
+    ((tokens, config),) = configs.by_level.items()
+    return config, tokens
+
+
 @contextlib.contextmanager
 def executor(name: ExecutorName, code: CodeName) -> Iterator[verify.Executor]:
-    """What runs kernels: the CPU, or this machine's GPU. Raises MissingTool; RequestError for a code on the CPU."""
+    """What runs kernels: the CPU, from their source or their sm_70 code, or this machine's GPU.
+
+    Raises MissingTool; RequestError for a code on the CPU.
+    """
     if name == "device":
         found, reason = available()
         if not found:
@@ -125,4 +136,4 @@ def executor(name: ExecutorName, code: CodeName) -> Iterator[verify.Executor]:
     elif code != "auto":
         raise RequestError(f"--code {code} says what a GPU runs: give --executor device with it")
     else:
-        yield HostExecutor()
+        yield MachineExecutor() if name == "sass" else HostExecutor()

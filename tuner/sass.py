@@ -34,7 +34,7 @@ ATOMG 3a8:dab 3a9:dabc
 ATOMS 38c:dab 38d:dabc
 B2R 31c:d
 BAR b1d:-
-BMOV 355:d
+BMOV 355:d 356:b
 BRA 947:-
 BREAK 942:-
 BREV 301:db 901:d b01:dk
@@ -155,10 +155,17 @@ class Instruction:
         found: tuple[int, ...] = ()
         for field in _OPCODES[self.bits & 0xFFF][1]:
             if field in _FIELDS:
-                found += _registers(self.bits >> _FIELDS[field] & 255, self._read_registers(field))
+                found += _registers(self.bits >> _FIELDS[field] & 255, self.registers_at(field))
         return found
 
-    def _read_registers(self, field: str) -> int:
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The first register of each operand read, without ZERO."""
+        places = (_FIELDS[field] for field in _OPCODES[self.bits & 0xFFF][1] if field in _FIELDS)
+        return tuple(register for place in places if (register := self.bits >> place & 255) != ZERO)
+
+    def registers_at(self, field: str) -> int:
+        """How many registers, from the one named there on, an operand in field a, b or c is."""
         if self.opcode == "HMMA.884":
             return 2
         if field == "c" and self.bits & 0x1FF == _WIDE_IMAD:  # the addend, if it is no factor that stands there
@@ -221,6 +228,11 @@ def decode(bits: int, pc: int, kernel: str = "") -> Instruction:
         distance = bits >> 34 & (1 << 48) - 1
         target = pc + SIZE + 4 * (distance - (distance >> 47 << 48))
     return Instruction(pc, name, width, target, bits)
+
+
+def known(opcode: int) -> bool:
+    """Whether `decode` takes an instruction with these 12 bits."""
+    return opcode in _OPCODES
 
 
 def text(image: Image) -> bytes:

@@ -2,7 +2,8 @@
 
 The fused plan clears its hidden rows as it goes; so those are looked at where W13 is a launch of its own.
 
-Every executor runs the same rendered source; a verdict carries its executor's word ("emulated on CPU", "PTX on <GPU>").
+Every executor runs the same rendered source; a verdict carries its executor's word ("emulated on CPU", "executed as
+sm_70 code on CPU", "PTX on <GPU>").
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tuner import awq, host, plan, render, routing
+from tuner import awq, build, host, machine, memory, plan, render, routing
 from tuner.cases import INPUTS, Case, edge_cases, make_case
 from tuner.contract import Contract
 from tuner.errors import LaunchFailed, TrialTimeout, WrongResult
@@ -56,26 +57,48 @@ class Executor(Protocol):
         ...
 
 
+class _Guarded:
+    """Weights between guard pages. They are hundreds of megabytes and the same from run to run: copied once."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Array, Array]] = {}  # by operand name: as given, and between guard pages
+
+    def operands(self, given: Operands) -> Operands:
+        return {name: self._guarded(name, value) for name, value in given.items()}
+
+    def _guarded(self, name: str, value: Array | int | None) -> Array | int | None:
+        if not isinstance(value, np.ndarray) or not name.endswith(("_Q", "_SCALES", "_ZEROS")):
+            return value
+        if name not in self._kept or self._kept[name][0] is not value:
+            self._kept[name] = value, memory.guard(value)
+        return self._kept[name][1]
+
+
 class HostExecutor:
     """The rendered source compiled for the CPU."""
 
     name = "emulated on CPU"
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Array, Array]] = {}  # weights by operand name: as given, and between guard pages
+        self._weights = _Guarded()
 
     def run(self, plan: Plan, operands: Operands, tokens: int, order: int) -> Outputs:
         """As Executor.run; raises MissingTool without a C++ compiler."""
-        guarded = {name: self._guarded(name, value) for name, value in operands.items()}
-        return host.execute(plan, render.render(plan), guarded, tokens, order=order)
+        return host.execute(plan, render.render(plan), self._weights.operands(operands), tokens, order=order)
 
-    def _guarded(self, name: str, value: Array | int | None) -> Array | int | None:
-        """Weights are hundreds of megabytes and the same from run to run: copied once, while the same ones come."""
-        if not isinstance(value, np.ndarray) or not name.endswith(("_Q", "_SCALES", "_ZEROS")):
-            return value
-        if name not in self._kept or self._kept[name][0] is not value:
-            self._kept[name] = value, host.guard(value)
-        return self._kept[name][1]
+
+class MachineExecutor:
+    """The sm_70 machine code of the rendered source, its instructions executed on the CPU."""
+
+    name = "executed as sm_70 code on CPU"
+
+    def __init__(self) -> None:
+        self._weights = _Guarded()
+
+    def run(self, plan: Plan, operands: Operands, tokens: int, order: int) -> Outputs:
+        """As Executor.run; raises MissingTool without a C++ compiler, UnknownInstruction."""
+        images = {stage: build.build(source) for stage, source in render.render(plan).items()}
+        return machine.execute(plan, images, self._weights.operands(operands), tokens, order=order)
 
 
 @dataclass(frozen=True, eq=False)
