@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 READY := $(VENV)/.ready
+TORCH := $(VENV)/.torch
 
 .PHONY: env tune test lab clean
 
@@ -13,16 +14,21 @@ $(READY): pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
+# What exports run in, for their tests alone.
+$(TORCH): $(READY)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,torch]'
+	touch $@
+
 tune: $(READY)
 	$(VENV)/bin/python cli.py tune --contract qwen38-tp4
 
-test: $(READY)
+test: $(TORCH)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest -n 2
 
-lab: $(READY)
+lab: $(TORCH)
 	$(VENV)/bin/pytest -n 2 -m lab
 
 clean:
