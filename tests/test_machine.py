@@ -228,6 +228,17 @@ def test_threads_that_parted_meet_where_they_must(order: int) -> None:
         assert (found[32:] == ALL).all()
 
 
+@pytest.mark.parametrize("order", range(4))
+def test_threads_may_meet_in_groups_each_by_its_own_mask(order: int) -> None:
+    """As after a match: nine lanes meet, and the others; then all of them."""
+    less = instruction(0x80C, a=0, imm=9, compare=1, sign=0, pd=0)
+    masks = [instruction(0x802, d=20, imm=0x1FF, guard=0), instruction(0x802, d=20, imm=-0x200, guard=8)]
+    vote = [instruction(0x806, d=17, ps=7, kind=1), store_words(20, 0), store_words(17, 1), EXIT]
+    found = run([*prologue(), less, *masks, instruction(0x348, b=20), WARPSYNC, *vote], NOTHING, 64, order=order)
+    assert found[:32].tolist() == [0x1FF] * 9 + [0xFFFFFE00] * 23
+    assert (found[32:] == ALL).all()
+
+
 def test_a_loop_whose_threads_leave_at_different_turns_and_break_or_exit() -> None:
     """Thread n turns n times; BREAK lets those that left wait no longer, and EXIT those that ended."""
     turn = [
@@ -305,7 +316,7 @@ def test_what_never_ends_is_stopped_and_what_cannot_go_on_is_told() -> None:
     assert run([*prologue(), half, *stuck], NOTHING, 32, threads=64) is not None  # the others have left
     assert run([*prologue(), half, *apart], NOTHING, 32, threads=64) is not None
     lost = [half, branch(0x947, 2, guard=8), WARPSYNC, instruction(0x948, imm=0xFFFF)]
-    with pytest.raises(LaunchFailed, match="lanes meet with the mask 0x0000ffff, which differs among them or lacks"):
+    with pytest.raises(LaunchFailed, match="lanes meet with the mask 0x0000ffff, which lacks this one"):
         run([*prologue(), *lost, EXIT], NOTHING, 32, threads=32)
 
 

@@ -27,7 +27,7 @@ DEFAULT = space.default(FEW)
 ALL = len(keys(FEW))
 
 # All of a small space, which is shuffled, and some of a large one, which is sampled.
-both = pytest.mark.parametrize(("of", "trials"), [(FEW, None), (QWEN, 14)], ids=["all", "some"])
+both = pytest.mark.parametrize(("of", "trials"), [(FEW, None), (QWEN, 30)], ids=["all", "some"])
 
 
 def tuned(folder: Path, job: Job, evaluator: FakeEvaluator) -> dict[int, Study]:

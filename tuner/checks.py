@@ -119,7 +119,8 @@ class Verification:
         text = f"{len(self.verdicts) - len(wrong)} of {len(self.verdicts)} cases right, {self.executor.name}"
         if self.gates:
             judged = sum(row.gated for row in self.gates)
-            text += f"; operator gate: {judged - len(self._broken_gates())} of {judged} judged rows pass"
+            passed = f"{judged - len(self._broken_gates())} of {judged} judged rows pass"
+            text += f"; operator gate: {passed if judged else 'it judges no row of these levels and this contract'}"
         if self.faults:
             text += f"; kernels faulted in the gate at {len(self.faults)} levels"
         return text

@@ -329,7 +329,7 @@ class _Run:
             case "deadlock":
                 return "no thread can go on: some wait at a barrier that others never reach"
             case "mask":
-                return f"lanes meet with the mask {report.address:#010x}, which differs among them or lacks this one"
+                return f"lanes meet with the mask {report.address:#010x}, which lacks this one"
             case "carry":
                 return "two carries where the instruction has a place for one"
             case "special":

@@ -116,7 +116,7 @@ bool Machine::slice(Cta& cta, Warp& warp, u32 budget) {
   for (; budget > 0; --budget, ++report.instructions) {
     if (pc >= s.count) return fault(cta, warp, kTarget, pc);
     const Micro& m = s.code[pc];
-    const u32 mask = active & predicate(m.guard);
+    u32 mask = active & predicate(m.guard);
     bool go_on = true, addresses = false;
     u32 next = pc + 1;
 
@@ -685,9 +685,17 @@ bool Machine::slice(Cta& cta, Warp& warp, u32 budget) {
         u32 wanted = 0;
         if (state == kAtWarpSync) {
           wanted = m.values & 1 ? m.value : row(m.b)[__builtin_ctz(mask)];
+          u32 others = 0;  // whose mask is another: they come here by themselves
           ACTIVE(mask) {
             const u32 own = m.values & 1 ? m.value : row(m.b)[i];
-            if (own != wanted || !(own >> i & 1)) return fault(cta, warp, kMask, pc, i, own);
+            if (!(own >> i & 1)) return fault(cta, warp, kMask, pc, i, own);
+            if (own != wanted) others |= 1u << i;
+          }
+          if (others) {
+            warp.splits.push_back({pc, others, kReady, 0, 0});
+            mask &= ~others;
+            active &= ~others;
+            warp.splits[0].mask = active;
           }
           wanted &= warp.live;
         }
