@@ -294,6 +294,8 @@ def render_command(
 ) -> None:
     """Render the CUDA sources of a configuration."""
     chosen = contracts.load(contract_name)
+    if output is not None:
+        output = options.output_folder(output)
     configs = options.configs(chosen, config_key, set_folder, options.levels(chosen, concurrency))
     sources = {
         source.file_name: source
@@ -460,9 +462,8 @@ def export_command(
 ) -> None:
     """Export a contract's winners as Torch ops that an engine loads, or builds itself."""
     chosen = contracts.load(contract_name)
-    done = export.export(
-        options.v100_set(chosen, set_folder), output or Path("exported") / f"{chosen.name}-{target}", target
-    )
+    folder = options.output_folder(output or Path("exported") / f"{chosen.name}-{target}")
+    done = export.export(options.v100_set(chosen, set_folder), folder, target)
     if as_json:
         print_json(done.to_dict())
         return
@@ -507,7 +508,8 @@ def trace_command(
     """Execute one step's sm_70 code on the CPU and write what it did as Accel-Sim traces."""
     chosen = contracts.load(contract_name)
     configs = options.configs(chosen, config_key, set_folder, options.levels(chosen, level))
-    written = execution.write_trace(chosen, *options.only(configs), plan_name, routed, output, check)
+    folder = options.output_folder(output)
+    written = execution.write_trace(chosen, *options.only(configs), plan_name, routed, folder, check)
     if as_json:
         print_json(written.to_dict())
         return

@@ -466,6 +466,13 @@ def test_an_output_that_cannot_be_written_is_said_before_the_search(contract: st
     assert "C1 search" not in message  # no line of a search's progress
 
 
+@pytest.mark.parametrize("command", [("render",), ("export",), ("trace", "--concurrency", "1")])
+def test_a_folder_that_cannot_be_made_is_a_wrong_request(command: tuple[str, ...], contract: str) -> None:
+    found = run(*command, "--contract", contract, "--output", "/proc/there")
+    assert found.exit_code == 2
+    assert "--output /proc/there: nothing can be written there" in found.output
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_readonly_output_is_said_before_the_search(contract: str, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,3 +138,15 @@ def executor(name: ExecutorName, code: CodeName) -> Iterator[verify.Executor]:
         raise RequestError(f"--code {code} says what a GPU runs: give --executor device with it")
     else:
         yield MachineExecutor() if name == "sass" else HostExecutor()
+
+
+def output_folder(path: Path) -> Path:
+    """`path`, where a folder can be made. Raises RequestError where not, before any work is done for it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".output-"):
+            return path
+    except OSError as error:
+        raise RequestError(
+            f"--output {path}: nothing can be written there ({error.strerror}); give a folder in one that can be written"
+        ) from None
