@@ -148,5 +148,5 @@ def output_folder(path: Path) -> Path:
             return path
     except OSError as error:
         raise RequestError(
-            f"--output {path}: nothing can be written there ({error.strerror}); give a folder in one that can be written"
+            f"--output {path}: nothing can be written there ({error.strerror}); give a folder where something can"
         ) from None
