@@ -36,7 +36,18 @@ def available(device=None):
             False,
             f"{name} has compute capability {capability[0]}.{capability[1]}: the kernels are code of 7.0, a V100's",
         )
+    if _ops.SPEC["target"] == "op" and not any(map(_runs_on_a_v100, torch.cuda.get_arch_list())):
+        return (
+            False,
+            f"torch {torch.__version__} has no code of its own for a V100: install one built with CUDA 12 that has "
+            "sm_70 in torch.cuda.get_arch_list()",
+        )
     return True, _ops.SPEC["timings"]
+
+
+def _runs_on_a_v100(arch):  # an entry of torch.cuda.get_arch_list()
+    kind, _, number = arch.partition("_")
+    return arch == "sm_70" or (kind == "compute" and number.isdigit() and int(number) <= 70)
 
 
 def admits(tokens, layer):

@@ -111,6 +111,8 @@ class Workspaces:
                     torch.cuda.current_stream(device).synchronize()
 
     def get(self, device):
+        if device.type != SPEC.get("device_type", "cuda"):  # torch's own answer to that is a trace on stderr
+            raise RuntimeError(f"{NAMESPACE}: x is on the wrong kind of device, {device}: expected a CUDA tensor")
         index = device.index or 0
         stream = _library.voltune_stream(index)
         held = self._held.get((device, stream))

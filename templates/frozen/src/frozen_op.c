@@ -192,8 +192,12 @@ static bool call(const struct op *op, const struct view *views, char *text) {
     return false;
   }
   void *stream = NULL;
-  if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(device, &stream)) {
+  if (!aoti_torch_get_current_cuda_stream) {
     say(text, "this torch gives no CUDA stream: install one that is built with CUDA");
+    return false;
+  }
+  if (aoti_torch_get_current_cuda_stream(device, &stream)) {
+    say(text, "torch has no current stream of device %d, and has said why on stderr", device);
     return false;
   }
   uint64_t values[ARGUMENTS];  // as wide as a pointer each: the driver reads as much of one as its kernel takes

@@ -89,7 +89,7 @@ def build_fake(folder, driver, namespace=FAKE):
         str(driver),
         f"-Wl,-rpath,{driver.parent}",
     )
-    sign(package, namespace=namespace)
+    sign(package, namespace=namespace, device_type="cpu")
     return load(package, namespace)
 
 

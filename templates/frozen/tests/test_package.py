@@ -194,6 +194,38 @@ def test_a_cpu_tensor_is_refused(package):
         package.ops.moe_out(*tensors_of("moe_out", 1).values())
 
 
+@pytest.mark.parametrize("name", ["ops.moe", "moe"])
+def test_a_cpu_tensor_is_refused_by_what_finds_its_own_workspace_too(package, capfd, name):
+    given = tensors_of("moe_out", 1)
+    del given["workspace"], given["out"]
+    x, ids, shares, expert_map, live, *weights = given.values()
+    with pytest.raises(RuntimeError, match="x is on the wrong kind of device, cpu: expected a CUDA tensor"):
+        if name == "moe":
+            package.moe(x, ids, shares, *weights)
+        else:
+            package.ops.moe(x, ids, shares, expert_map, live, *weights)
+    assert "Exception in aoti_torch" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arches", "works"),
+    [
+        (["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"], False),
+        (["sm_70", "sm_75"], True),
+        (["compute_60"], True),
+        (["compute_75"], False),
+        ([], False),
+    ],
+)
+def test_a_torch_without_code_for_a_v100_is_told(package, monkeypatch, arches, works):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: arches)
+    told = package.available("cuda:0")
+    assert told[0] is works
+    assert works or "has no code of its own for a V100" in told[1]
+
+
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
 def test_without_a_gpu_it_says_so(package, weights):
     assert package.available() == (False, f"torch {torch.__version__} sees no GPU: install the NVIDIA driver and a "
@@ -212,6 +244,7 @@ def test_available_tells_a_v100_and_where_its_timings_come_from(package, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_75"])
     told = package.available("cuda:0")
     assert told[0] is works
     assert why in told[1]
