@@ -20,7 +20,7 @@ FEW = replace(SMALL, name="few", hidden=128, intermediate=32)
 
 
 def timing(us: float) -> Timing:
-    return Timing(us, us, us, (us, us), "fake GPU", {}, "predicted")
+    return Timing(us, us, us, (us, us), "V100", {}, "predicted")
 
 
 def landscape(config: Config, tokens: int) -> float:
@@ -41,7 +41,7 @@ class FakeEvaluator:
     failing: Callable[[Config], bool] = lambda config: False
     error: Callable[[], BaseException] = lambda: BuildFailed("ptxas said no")
     word: str = "predicted"
-    device: str = "fake GPU"
+    device: str = "V100"
     calls: list[tuple[int, str]] = field(default_factory=list)
 
     def evaluate(self, config: Config, tokens: int) -> Timing:

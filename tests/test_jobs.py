@@ -252,8 +252,8 @@ def test_a_row_marked_ambiguous_is_explained_under_the_table_and_only_then(
 
 
 def test_the_doctests_hold() -> None:
-    assert doctest.testmod(jobs).failed == 0
-    assert doctest.testmod(jobs).attempted > 0
+    assert doctest.testmod(winners).failed == 0
+    assert doctest.testmod(winners).attempted > 0
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_the_doctests_hold() -> None:
     ],
 )
 def test_a_drivers_name_becomes_a_folders(name: str, folder: str) -> None:
-    assert jobs.target(name, "measured") == folder
+    assert winners.target(name, "measured") == folder
 
 
 def test_the_templates_digest_changes_with_any_template_and_its_name(

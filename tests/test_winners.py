@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import FEW, FakeEvaluator, FakeVerifier, open_ledger, scattered, timing
@@ -99,7 +101,7 @@ def test_what_is_written_reads_back_equal(tuned: Winners, folder: Path) -> None:
 
 def test_the_manifest_names_the_word_device_toolchain_ledger_and_every_verdict(tuned: Winners, folder: Path) -> None:
     content = json.loads((folder / "manifest.json").read_text())
-    assert (content["word"], content["device"], content["ledger"]) == ("predicted", "fake GPU", tuned.ledger)
+    assert (content["word"], content["device"], content["ledger"]) == ("predicted", "V100", tuned.ledger)
     assert content["toolchain"] == {"nvrtc": "NVRTC 12.9.86"}
     assert [level["tokens"] for level in content["levels"]] == list(LEVELS)
     for level in content["levels"]:
@@ -366,3 +368,25 @@ def test_a_replacement_that_stops_anywhere_leaves_the_old_set_whole(
         winners.write(replace(tuned, levels={1: changed}), folder)
     assert winners.manifest(winners.read(folder)) == before
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (lambda content: content.update(word="measured"), "its target is v100-predicted"),
+        (lambda content: content.update(device="NVIDIA H200"), "its target is v100-predicted"),
+        (lambda content: content.update(files={}), r"its files is \[\]"),
+        (lambda content: content["levels"].append(content["levels"][0]), "its levels is"),
+        (lambda content: content["levels"][0].update(us=1.0), "its level 1 is"),
+    ],
+    ids=["word", "device", "files", "level twice", "time"],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    changed: Callable[[dict[str, Any]], None], told: str, folder: Path
+) -> None:
+    path = folder / winners.MANIFEST
+    content = json.loads(path.read_text())
+    changed(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=f"{told}.*it was altered"):
+        winners.read(folder)

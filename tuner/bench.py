@@ -123,7 +123,9 @@ def subjects(
 
 def check_output(path: Path) -> None:
     """Raises RequestError where a file cannot be written once the work is done."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if path.is_dir():
+        raise RequestError(f"--output {path}: it is a folder; give a file in it")
+    if not path.absolute().parent.is_dir():
         raise RequestError(f"--output {path}: expected a file in a folder that exists; make {path.parent} first")
 
 

@@ -100,6 +100,7 @@ def export(set_folder: Path, output: Path, target: Target = "op") -> Exported:
     a winner, where NVRTC is not the set's, or where `output` holds something else; BuildFailed and MissingTool from
     NVRTC and gcc.
     """
+    output = output.resolve()  # a link's target is replaced, not the link
     found = _admitted(set_folder)
     _check_ours(output)
     tables = frozen.tables(found.contract, {tokens: level.config for tokens, level in found.levels.items()})
@@ -155,10 +156,12 @@ def _check_ours(output: Path) -> None:
 def _put(making: Path, output: Path) -> None:
     """`making` in the place of `output`, which is there whole at every moment but one."""
     former = Path(tempfile.mkdtemp(prefix=f".{output.name}.former.", dir=output.parent))
-    if output.exists():
-        os.replace(output, former)
-    os.replace(making, output)
-    shutil.rmtree(former, ignore_errors=True)
+    try:
+        if output.exists():
+            os.replace(output, former)
+        os.replace(making, output)
+    finally:
+        shutil.rmtree(former, ignore_errors=True)
 
 
 def _images(tables: Tables) -> list[Image]:

@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,17 +103,6 @@ def _measures(request: Request) -> bool:
     return False
 
 
-def target(device_name: str, word: str) -> str:
-    """A set's folder name: the GPU without brand, memory size and its commonest socket, and the word.
-
-    >>> target("V100-PCIE-32GB", "predicted"), target("NVIDIA H200", "measured"), target("V100-SXM2-32GB", "predicted")
-    ('v100-predicted', 'h200-measured', 'v100-sxm2-predicted')
-    """
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-    slug = re.sub(r"^((nvidia|tesla)-)+|-\d+gb$", "", slug).removesuffix("-pcie")
-    return f"{slug}-{word}"
-
-
 def _predict(request: Request, show: Show) -> Done:
     host.require_compiler()  # winners are verified with it: not found out after the search
     described = model.device(request.gpu or DEFAULT_GPU)
@@ -124,7 +112,7 @@ def _predict(request: Request, show: Show) -> Done:
         HostExecutor(),
         Layers(request.contract, request.seed),
         described,
-        target(described.name, evaluator.word),
+        winners.target(described.name, evaluator.word),
         {"model": evaluator.fingerprint},
     )
     made, folder = _run(request, bench, show)
@@ -143,7 +131,7 @@ def _measure(request: Request, device: DeviceExecutor, show: Show) -> Done:
         device,
         layers,
         model.device(device.info.name),
-        target(device.info.name, evaluator.word),
+        winners.target(device.info.name, evaluator.word),
         {"driver": device.info.driver, "code": device.mode},
     )
     made, folder = _run(request, bench, show)

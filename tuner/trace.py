@@ -16,10 +16,12 @@ the block's own begin.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +45,12 @@ _LEVEL = 1  # of gzip: three times as fast as its default, a tenth larger
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What was written: the folder, each launch as executed, and the bytes of each launch's text before packing."""
+    """What was written: the folder, each launch as executed, and bytes and sha256 of its text before packing."""
 
     folder: Path
     launches: tuple[Executed, ...]
     sizes: tuple[int, ...]
+    digests: tuple[str, ...]
     outputs: Outputs
 
 
@@ -81,7 +84,8 @@ def write(
         folder.mkdir(exist_ok=True)
         for path in sorted(Path(making).iterdir()):
             os.replace(path, folder / path.name)
-    return Traced(folder, tuple(done), tuple(file.size for file in files), outputs)
+    sizes, digests = tuple(file.size for file in files), tuple(file.digest.hexdigest() for file in files)
+    return Traced(folder, tuple(done), sizes, digests, outputs)
 
 
 def file_name(launch: int) -> str:
@@ -96,9 +100,11 @@ class _File:
         self._raw: IO[bytes] = path.open("wb")
         self._packed = gzip.GzipFile(filename="", mode="wb", compresslevel=_LEVEL, fileobj=self._raw, mtime=0)
         self.size = 0
+        self.digest = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
         self.size += len(data)
+        self.digest.update(data)
         self._packed.write(data)
 
     def close(self) -> None:
@@ -145,29 +151,38 @@ def check(traced: Traced) -> None:
     """Reads the files back and holds them to what was executed, instruction by instruction.
 
     For every instruction of a kernel the lines must be as many as were issued, their masks must have as many lanes, and
-    the requests, bytes and addresses must be the same; opcodes and registers must be the code's own. Raises
-    LaunchFailed for a file that says anything else, or that is no trace.
+    the requests, bytes and addresses must be the same; opcodes and registers must be the code's own. And the whole text
+    must be what was written, heads and order too. Raises LaunchFailed for a file that says anything else, or that is no
+    trace.
     """
-    names = (traced.folder / LIST).read_text(encoding="utf-8").split()
+    try:
+        names = (traced.folder / LIST).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchFailed(f"{traced.folder / LIST} cannot be read: {error}") from None
     if names != [file_name(i) for i in range(len(traced.launches))]:
         raise LaunchFailed(f"{traced.folder / LIST} names {names}: expected {len(traced.launches)} launches in order")
-    for name, done in zip(names, traced.launches, strict=True):
+    for name, done, digest in zip(names, traced.launches, traced.digests, strict=True):
         path = traced.folder / f"{name}.gz"
-        found = _read(path, done)
+        text = hashlib.sha256()
+        found = _read(path, done, text)
         for field in ("issued", "lanes", "requests", "bytes", "addresses"):
             wrong = np.flatnonzero(found[field] != done.tallies[field])
             if len(wrong):
                 pc, there, told = 16 * int(wrong[0]), found[field][wrong[0]], done.tallies[field][wrong[0]]
                 raise LaunchFailed(f"{path}: {field} of pc {pc:#06x} come to {there} in the trace, executed to {told}")
+        if text.hexdigest() != digest:
+            raise LaunchFailed(f"{path}: its heads or the order of its lines are not those that were written")
 
 
-def _read(path: Path, done: Executed) -> np.ndarray:
-    """TALLY of each instruction, from the file's text."""
+def _read(path: Path, done: Executed, text: hashlib._Hash) -> np.ndarray:
+    """TALLY of each instruction, from the file's text, which goes into `text` as well."""
     found = np.zeros(len(done.code), machine.TALLY)
     pieces = [_pieces(each) for each in done.code]
     seen: dict[str, int] = {}  # different lines, each looked at once
-    blocks, left = [], 0
-    for number, line in enumerate(_lines(path), 1):
+    blocks: list[str] = []
+    left = 0
+    number = 0
+    for number, line in enumerate(_lines(path, text), 1):
         if left:
             left -= 1
             if line in seen:
@@ -178,23 +193,25 @@ def _read(path: Path, done: Executed) -> np.ndarray:
                 _add(path, number, seen, pieces, done, found)
                 seen = {}
         elif line.startswith("insts = "):
+            if not line[8:].isdecimal():
+                raise LaunchFailed(f"{path}, line {number}: {line[:80]!r} counts nothing")
             left = int(line[8:])
         elif line.startswith("thread block = "):
-            x, y, _ = map(int, line[15:].split(","))
-            blocks.append((x, y))
-    _add(path, 0, seen, pieces, done, found)
-    expected = [(x, y) for y in range(done.grid[1]) for x in range(done.grid[0])]
+            blocks.append(line[15:])
+    _add(path, number, seen, pieces, done, found)
+    expected = [f"{x},{y},0" for y in range(done.grid[1]) for x in range(done.grid[0])]
     if blocks != expected or left:
         raise LaunchFailed(f"{path}: its blocks are not the {len(expected)} of the grid in order, or it is cut off")
     return found
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, text: hashlib._Hash) -> Iterator[str]:
     try:
-        with gzip.open(path, "rt", encoding="ascii") as file:
+        with gzip.open(path, "rb") as file:
             for line in file:
-                yield line.rstrip("\n")
-    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+                text.update(line)
+                yield line.decode("ascii").rstrip("\n")
+    except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
         raise LaunchFailed(f"{path} is no whole trace: {error}") from None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,17 @@ class Winners:
     toolchain: Mapping[str, str]
     date: str  # YYYY-MM-DD
     ledger: str
+
+
+def target(device_name: str, word: str) -> str:
+    """A set's folder name: the GPU without brand, memory size and its commonest socket, and the word.
+
+    >>> target("V100-PCIE-32GB", "predicted"), target("NVIDIA H200", "measured"), target("V100-SXM2-32GB", "predicted")
+    ('v100-predicted', 'h200-measured', 'v100-sxm2-predicted')
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    slug = re.sub(r"^((nvidia|tesla)-)+|-\d+gb$", "", slug).removesuffix("-pcie")
+    return f"{slug}-{word}"
 
 
 def gather(
@@ -160,8 +172,32 @@ def read(folder: Path) -> Winners:
             f"{folder / MANIFEST}: a level in it cannot be used ({type(error).__name__}: {error}): "
             "it was altered; restore it, or tune again"
         ) from error
+    _check_agrees(folder, content)
     same = {name: content[name] for name in ("target", "word", "device", "toolchain", "date", "ledger")}
     return Winners(contract=contract, levels=levels, **same)
+
+
+def _check_agrees(folder: Path, content: Mapping[str, Any]) -> None:
+    """Raises RequestError where a manifest says in one place what another denies."""
+    levels, word = content["levels"], content["word"]
+    tokens = [level["tokens"] for level in levels]
+    expected = {
+        "target": target(content["device"].rpartition(" on ")[2], word),
+        "files": sorted(
+            {name for level in levels for kernels in level["kernels"].values() for name in kernels.values()}
+        ),
+        "levels": sorted(set(tokens)),
+    }
+    found = {"target": content["target"], "files": sorted(content["files"]), "levels": tokens}
+    for level in levels:
+        said, timing = f"level {level['tokens']}", level["timing"]
+        found[said], expected[said] = (level["us"], timing.get("word")), (round(timing["us"], 3), word)
+    wrong = [name for name in expected if found[name] != expected[name]]
+    if wrong:
+        raise RequestError(
+            f"{folder / MANIFEST}: its {wrong[0]} is {found[wrong[0]]}, where the rest of it says "
+            f"{expected[wrong[0]]}: it was altered; restore it, or tune again"
+        )
 
 
 def manifest(winners: Winners) -> str:

@@ -8,9 +8,12 @@ import warnings
 
 import torch
 
-from . import _ops, _weights
-from ._ops import MAX_TOKENS, NAMESPACE, VARIABLE, ops
-from ._weights import convert_weights
+try:
+    from . import _ops, _weights
+    from ._ops import MAX_TOKENS, NAMESPACE, VARIABLE, ops
+    from ._weights import convert_weights
+except SyntaxError as error:
+    raise ImportError(f"{error.filename} is not as exported: restore the folder, or export it again") from None
 
 __all__ = [
     *("MAX_TOKENS", "NAMESPACE", "VARIABLE", "Layer", "admits", "available", "bind", "check_workspaces"),

@@ -15,10 +15,13 @@ _TEXT = 640  # bytes of a reason, as backend.h has it
 
 
 def _sound():
-    """op.json, if it and every file it names are as they were exported. Raises ImportError."""
+    """op.json, if it and every file it names are as they were exported. Raises ImportError, but for what is rolled back
+    and runs nothing."""
     remedy = "restore the folder, or export it again"
     try:
         content = json.loads((HERE / "op.json").read_bytes())
+        if os.environ.get(content["variable"]) == "0":
+            return content
         signed = json.dumps({k: v for k, v in content.items() if k != "digest"}, sort_keys=True).encode()
         damaged = [] if hashlib.sha256(signed).hexdigest() == content["digest"] else ["op.json"]
         digests = content["files"].items() if not damaged else ()
@@ -64,9 +67,18 @@ SETTING = os.environ.get(VARIABLE, "")
 if SETTING not in ("", "0", "1"):
     raise ImportError(f"{VARIABLE}={SETTING!r}: expected 0 (roll back), 1 (anything missing is an error), or unset")
 
-_library = None if SETTING == "0" else _load()  # rolled back, nothing of it runs
-ops = getattr(torch.ops, NAMESPACE)
-_first = _library is not None and not hasattr(ops, "moe")  # else it was imported before, under another name
+
+class _RolledBack:
+    """In the place of what is not loaded."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{VARIABLE}=0: rolled back")
+
+
+_off = SETTING == "0"
+_library = _RolledBack() if _off else _load()
+ops = _RolledBack() if _off else getattr(torch.ops, NAMESPACE)
+_first = not _off and not hasattr(ops, "moe")  # else it was imported before, under another name
 
 
 def _fake(*operands):
@@ -148,11 +160,12 @@ workspaces = Workspaces()
 
 def moe(x, topk_ids, topk_weights, expert_map, live_tokens, weights, out=None, workspace=None):
     """The whole op, on this stream's workspace by default. Raises RuntimeError, and then has launched nothing."""
+    call = ops.moe_out
     if out is None:
         out = torch.empty_like(x)
     if workspace is None:
         workspace = workspaces.get(x.device)
-    ops.moe_out(x, topk_ids, topk_weights, expert_map, live_tokens, *weights, workspace, out)
+    call(x, topk_ids, topk_weights, expert_map, live_tokens, *weights, workspace, out)
     return out
 
 

@@ -1,5 +1,7 @@
 """An expert layer's weights: what the op takes in place, and how it is made from a checkpoint's tensors."""
 
+from collections.abc import Mapping
+
 import torch
 
 from ._ops import SPEC
@@ -22,12 +24,16 @@ OPERANDS = {
 
 def check(tensors):
     """The weight tensors in the op's order, as the op takes them: the engine's own memory. Raises ValueError."""
-    unknown = sorted(set(tensors) ^ set(OPERANDS))
-    if unknown:
-        raise ValueError(f"weights {sorted(tensors)}: expected {sorted(OPERANDS)}")
+    if not isinstance(tensors, Mapping) or set(tensors) != set(OPERANDS):
+        given = sorted(map(str, tensors)) if isinstance(tensors, Mapping) else f"as {type(tensors).__name__}"
+        raise ValueError(f"weights {given}: expected a tensor for each of {sorted(OPERANDS)}")
     taken = []
     for name, (kind, shape) in OPERANDS.items():
         given = tensors[name]
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} is {type(given).__name__}: expected a tensor")
+        if given.device.type != SPEC.get("device_type", "cuda"):
+            raise ValueError(f"{name} is on {given.device}: expected a CUDA device")
         wanted = (
             f"{name} is {str(given.dtype).removeprefix('torch.')} {list(given.shape)}: expected {kind} {list(shape)}"
         )
@@ -61,6 +67,8 @@ def convert_weights(experts, rank=0, device=None):
         if count == _EXPERTS:
             raise ValueError(f"more than the contract's {_EXPERTS} experts")
         where = f"expert {count}"
+        if not isinstance(expert, Mapping) or not {"gate_proj", "up_proj", "down_proj"} <= set(expert):
+            raise ValueError(f"{where}: expected a mapping with gate_proj, up_proj and down_proj")
         halves = [
             _numbers(expert[name], _HIDDEN, _WHOLE, device, f"{where}, {name}") for name in ("gate_proj", "up_proj")
         ]
@@ -80,6 +88,8 @@ def convert_weights(experts, rank=0, device=None):
 
 def _numbers(tensors, k, n, device, where):
     """q uint8 [K, N], z uint8 [K/g, N], s f16 [K/g, N] with the group of the op."""
+    if len(tensors) != 3:
+        raise ValueError(f"{where}: {len(tensors)} tensors: expected qweight, qzeros and scales")
     groups = k // _CHECKPOINT_GROUP
     expected = (((k, n // 8), (torch.int32,)), ((groups, n // 8), (torch.int32,)))
     expected += (((groups, n), (torch.float16, torch.bfloat16)),)

@@ -306,7 +306,7 @@ def test_binding_reads_the_weights_in_place(op, layer, driver, weights):
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
-        (lambda w: w.pop("w2_q"), {}, "expected ["),
+        (lambda w: w.pop("w2_q"), {}, "expected a tensor for each of ["),
         (lambda w: w.update(w13_q=w["w13_q"][:-1]), {}, "w13_q is int32"),
         (lambda w: w.update(w13_q=w["w13_q"].float()), {}, "w13_q is float32"),
         (lambda w: w.update(w2_q=w["w2_q"].transpose(1, 2).contiguous().transpose(1, 2)), {}, "not contiguous"),

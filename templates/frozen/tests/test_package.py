@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -170,12 +171,27 @@ def test_0_rolls_back_in_silence():
     assert done.stdout.count(f"{SPEC['variable']}=0: rolled back") == 2, done.stderr
     assert done.stdout.endswith("\n0\n")  # the library is not even loaded
     assert "Warning" not in done.stderr
+    for call in ("op.prepare('cpu')", "op.ops.moe", "op.moe(torch.zeros(1), None, None)"):
+        assert "RuntimeError: " + SPEC["variable"] + "=0: rolled back" in told("0", call).stderr, call
+
+
+def test_weights_that_are_none_or_on_the_cpu_are_a_reason(package, weights):
+    facts = {"interleaved": CONTRACT["weights"]["interleaved"], "top_k": CONTRACT["top_k"]}
+    for given in (None, [], {}, dict.fromkeys(weights), dict.fromkeys(weights, 3)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer, reason = package.bind(given, **facts)
+        assert layer is None
+        assert "expected" in reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "is on cpu: expected a CUDA device" in package.bind({n: w.cpu() for n, w in weights.items()}, **facts)[1]
 
 
 def test_unset_warns_once_with_the_reason_and_goes_on():
     done = told("", "print(bind()[0], bind()[0])")
     assert done.stdout == "None None\n", done.stderr
-    assert done.stderr.count("is not used: weights ['w13_q']: expected [") == 1
+    assert done.stderr.count("is not used: weights ['w13_q']: expected a tensor for each of [") == 1
 
 
 def test_1_makes_what_is_missing_an_error():
@@ -230,10 +246,13 @@ def test_a_torch_without_code_for_a_v100_is_told(package, monkeypatch, arches, w
 def test_without_a_gpu_it_says_so(package, weights):
     assert package.available() == (False, f"torch {torch.__version__} sees no GPU: install the NVIDIA driver and a "
                                    "torch built with CUDA")  # fmt: skip
+    package._said.clear()  # a reason is warned of once
     with pytest.warns(UserWarning, match="is not used"):
         bound, reason = package.bind(weights, interleaved=CONTRACT["weights"]["interleaved"], top_k=TOP_K)
     assert bound is None
-    assert "driver" in reason
+    assert "w13_q is on cpu: expected a CUDA device" in reason
+    with pytest.raises(RuntimeError, match="driver"):
+        package.prepare("cuda:0")
 
 
 @pytest.mark.parametrize(
