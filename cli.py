@@ -494,16 +494,29 @@ def export_command(
     metavar="FILE",
     help="Instead: check what a probe wrote, set predictions beside it, fit the model to it, and propose winners.",
 )
+@click.option(
+    "--measurements",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="With --read: also write the timings as a file for python -m tuner.calibrate.",
+)
 @json_option
 def probe_command(
-    contract_name: str, set_folders: tuple[Path, ...], output: Path | None, answer: Path | None, as_json: bool
+    contract_name: str,
+    set_folders: tuple[Path, ...],
+    output: Path | None,
+    answer: Path | None,
+    measurements: Path | None,
+    as_json: bool,
 ) -> None:
     """Make one file that checks and times the kernels on a V100 elsewhere, or read what it wrote there."""
     if answer is not None and (set_folders or output):
         raise click.UsageError("--read takes neither --set nor --output")
+    if answer is None and measurements is not None:
+        raise click.UsageError("--measurements are of an answer: give --read FILE with it")
     chosen = contracts.load(contract_name)
     if answer is not None:
-        read_probe(chosen, answer, as_json)
+        read_probe(probed.read(answer, chosen), measurements, as_json)
         return
     sets = set_folders or (options.v100_set(chosen, None),)
     done = probe.make(chosen, sets, output or Path(f"voltune-probe-{chosen.name}.pyz"))
@@ -514,10 +527,11 @@ def probe_command(
     click.echo(f"on a V100: python3 {done.path.name}, then here: probe --contract {contract_name} --read FILE")
 
 
-def read_probe(chosen: contracts.Contract, answer: Path, as_json: bool) -> None:
+def read_probe(found: probed.Probed, measurements: Path | None, as_json: bool) -> None:
     """Prints what a probe's file says, and what follows."""
-    found = probed.read(answer, chosen)
     means = probed.findings(found)
+    if measurements is not None:
+        winners.write_file(measurements, probed.measurements(found))
     if as_json:
         print_json({"told": list(found.told()), "marks": list(found.marks), **means.to_dict()})
         return

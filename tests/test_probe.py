@@ -24,6 +24,7 @@ from small import SMALL, TENSOR
 import cli
 from tuner import (
     build,
+    calibrate,
     chain,
     cuda,
     device,
@@ -321,6 +322,17 @@ def test_the_command_prints_it_and_writes_no_set(own: Path, monkeypatch: pytest.
     assert sorted(own.iterdir()) == before
 
 
+def test_its_timings_can_be_fitted_together_with_others(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = probed.read(own / "answer.jsonl", CONTRACT)
+    (own / "v100.csv").write_text(probed.measurements(found))
+    monkeypatch.setattr(calibrate.contract, "load", lambda name: {"few": CONTRACT}[name])
+    observed = calibrate.read([own / "v100.csv"])
+    assert {str(each.level) for each in observed} == {
+        f"few, V100-PCIE-32GB, {n} tokens, {routed}" for n in (1, 2) for routed in ("uniform", "zipf")
+    }
+    assert [str(each) for each in calibrate.quality(observed)] == [str(e) for e in probed.findings(found).quality]
+
+
 def changed(place: Path, change: Callable[[list[bytes]], list[bytes]]) -> Path:
     path = place / "changed.jsonl"
     path.write_bytes(b"".join(change((place / "answer.jsonl").read_bytes().splitlines(keepends=True))))
@@ -382,6 +394,7 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a time that is true": ("cell", lambda each: each["us"].update(copy=[True] * 3)),
     "fewer rounds of one arm": ("cell", lambda each: each["us"].update(copy=[1.0])),
     "a kernel that is not carried": ("cell", lambda each: each["us"].update(other=[1.0] * 3)),
+    "a kernel of which nothing is told": ("cell", lambda each: each["us"].pop(TENSOR.key())),
     "a level that is none": ("cell", lambda each: each.update(tokens=3)),
     "a routing that is none": ("cell", lambda each: each.update(routing="hot")),
     "a verdict of another kernel": ("verdict", lambda each: each.update(arm="other")),
@@ -432,6 +445,32 @@ def test_a_wrong_kernel_and_one_whose_runs_differ_are_marked_and_never_proposed(
     assert any(mark.startswith("WRONG on that GPU") for mark in found.marks)
     assert any(mark.startswith("runs differ") for mark in found.marks)
     assert not {first, TENSOR.key()} & {each.config for each in probed.findings(found).proposals}
+
+
+def test_an_answer_without_verdicts_is_marked(own: Path) -> None:
+    path = own / "bare.jsonl"
+    with chain.Writer(path) as writer:
+        for kind, content in records(own):
+            if kind not in ("verdict", "replays"):
+                writer.write(kind, **content)
+    marks = probed.read(path, CONTRACT).marks
+    assert [mark for mark in marks if mark.startswith("no verdict and no replays of")] == list(marks)
+    assert len(marks) == 2
+
+
+def test_a_kernel_that_was_not_fit_to_be_timed_once_is_not_proposed(own: Path) -> None:
+    first = records(own)[0][1]["kit"]["default"]
+
+    def change(kind: str, content: dict[str, Any]) -> None:
+        if kind == "cell" and content["routing"] == "zipf":
+            del content["us"][first]
+            content["wrong"] = {first: "WrongResult: 0.9 ulp"}
+        elif kind == "cell":
+            content["us"][first] = [1.0] * 3
+
+    found = probed.read(forged(own, change), CONTRACT)
+    assert [mark for mark in found.marks if "not fit to be timed" in mark] == list(found.marks)
+    assert first not in {each.config for each in probed.findings(found).proposals}
 
 
 def test_another_gpus_answer_proposes_nothing_for_a_v100(own: Path) -> None:

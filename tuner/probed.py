@@ -175,8 +175,9 @@ class Probed:
 
     @property
     def wrong(self) -> frozenset[str]:
-        """Arms with a verdict that is not good, or whose replays differed."""
+        """Arms with a verdict that is not good, whose replays differed, or that were not fit to be timed somewhere."""
         verdicts = {each["arm"] for kind, each in self.records if kind == "verdict" and not each["ok"]}
+        verdicts |= {name for kind, each in self.records if kind == "cell" for name in each["wrong"]}
         return frozenset(verdicts | {each["arm"] for kind, each in self.records if _differs(kind, each)})
 
     def told(self) -> Iterator[str]:
@@ -225,7 +226,7 @@ def read(path: Path, contract: Contract) -> Probed:
     strangers = {each["arm"] for kind, each in found.records if kind in ("verdict", "replays")} - set(kit.chosen)
     if strangers:
         raise RequestError(f"{path}: verdicts of what the probe does not carry: {', '.join(sorted(strangers))[:200]}")
-    marks = tuple(_marks(found, header))
+    marks = tuple(_marks(found, header, kit))
     return Probed(path, kit, header["gpu"]["name"], header["code"], header["date"], found.records, cells, marks)
 
 
@@ -251,17 +252,26 @@ def _kit(path: Path, content: Mapping[str, Any], contract: Contract) -> Kit:
 def _cell(path: Path, kit: Kit, content: Mapping[str, Any]) -> Cell:
     tokens, routed, us = content["tokens"], content["routing"], content["us"]
     routings = [name for name, _ in kit.contract.routings]
-    sound = tokens in kit.contract.levels and routed in routings and us.keys() <= {*kit.kernels, "copy"}
+    told = [*us, *content["wrong"]]
+    sound = tokens in kit.contract.levels and routed in routings and sorted(told) == sorted([*kit.kernels, "copy"])
     if not sound or len({len(samples) for samples in us.values()}) != 1 or not min(map(len, us.values())):
         raise RequestError(f"{path}: the timing of C{tokens} {routed} is of no level, routing or kernel of the probe's")
     return Cell(tokens, routed, us)
 
 
-def _marks(found: chain.Chain, header: Mapping[str, Any]) -> Iterator[str]:
+def _marks(found: chain.Chain, header: Mapping[str, Any], kit: Kit) -> Iterator[str]:
     if not found.whole:
         yield "it breaks off before its end: what would follow is unknown"
     if header["gpu"]["capability"] != [7, 0] or header["code"] != "cubin":
         yield "it is no V100's sm_70 code that was timed: no winner of it is proposed for a V100"
+    told = {(kind, each["arm"]) for kind, each in found.records if "arm" in each}
+    for arm in kit.chosen:
+        lacks = [kind for kind in ("verdict", "replays") if (kind, arm) not in told]
+        if lacks:
+            yield f"no {' and no '.join(lacks)} of {arm} in it"
+    skipped = [each["what"] for kind, each in found.records if kind == "skipped"]
+    if skipped:
+        yield f"no time was left for {len(skipped)} parts, from {skipped[0]} to {skipped[-1]}"
     for kind, each in found.records:
         if kind == "verdict" and not each["ok"]:
             yield f"WRONG on that GPU: {each['arm']}, rank {each['rank']}, {each['case']}: {'; '.join(each['reasons'])}"
@@ -269,12 +279,13 @@ def _marks(found: chain.Chain, header: Mapping[str, Any]) -> Iterator[str]:
             yield f"runs differ: {each['arm']} gave {len(each['outputs'])} outputs in {each['runs']} replays"
         elif kind == "fault":
             yield f"failed: {each['what']}: {each['reason']}"
-        elif kind == "skipped":
-            yield f"no time was left for: {each['what']}"
         elif kind == "board" and each["uncorrected_errors"]:
             yield f"{each['uncorrected_errors']} memory errors of that board could not be mended"
         elif kind == "cell":
             title = f"C{each['tokens']} {each['routing']}"
+            if each["wrong"]:
+                first, reason = min(each["wrong"].items())
+                yield f"{title}: {len(each['wrong'])} kernels were not fit to be timed, {first}: {reason}"
             if each["discarded_rounds"] or each["limits"]:
                 yield (
                     f"{title}: {each['discarded_rounds']} rounds discarded at lowered clocks; "
@@ -352,6 +363,19 @@ def findings(probed: Probed) -> Findings:
     v100 = not any(mark.startswith("it is no V100") for mark in probed.marks)
     proposals = tuple(_proposals(probed)) if v100 else ()
     return Findings(tuple(_rows(probed, observed)), tuple(quality), fit, tuple(refitted), proposals, tuple(remarks))
+
+
+def measurements(probed: Probed) -> str:
+    """The medians as a file for `python -m tuner.calibrate`, to be fitted together with others. Raises like `findings`,
+    and RequestError for a GPU that is not described."""
+    device = model.device(probed.gpu).name
+    rows = [
+        (each.level.tokens, each.level.routing, each.plan.config.key(), each.us, each.resources)
+        for each in _observations(probed, _resources(probed), device)
+    ]
+    said = {"date": probed.date, "method": f"a probe's answer, {probed.code}, cold CUDA graph; by its sender's word"}
+    said["registers and spills"] = f"{probed.kit.compiler} for sm_70"
+    return calibrate.text(probed.kit.contract, probed.gpu, said, rows)
 
 
 def _resources(probed: Probed) -> Mapping[str, Image]:
