@@ -28,6 +28,7 @@ try:
 
     from tuner import (
         __version__,
+        answer,
         bench,
         checks,
         export,
@@ -489,7 +490,7 @@ def export_command(
 )
 @click.option(
     "--read",
-    "answer",
+    "given",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Instead: check what a probe wrote, set predictions beside it, fit the model to it, and propose winners.",
@@ -505,18 +506,18 @@ def probe_command(
     contract_name: str,
     set_folders: tuple[Path, ...],
     output: Path | None,
-    answer: Path | None,
+    given: Path | None,
     measurements: Path | None,
     as_json: bool,
 ) -> None:
     """Make one file that checks and times the kernels on a V100 elsewhere, or read what it wrote there."""
-    if answer is not None and (set_folders or output):
+    if given is not None and (set_folders or output):
         raise click.UsageError("--read takes neither --set nor --output")
-    if answer is None and measurements is not None:
+    if given is None and measurements is not None:
         raise click.UsageError("--measurements are of an answer: give --read FILE with it")
     chosen = contracts.load(contract_name)
-    if answer is not None:
-        read_probe(probed.read(answer, chosen), measurements, as_json)
+    if given is not None:
+        read_probe(answer.read(given, chosen), measurements, as_json)
         return
     sets = set_folders or (options.v100_set(chosen, None),)
     done = probe.make(chosen, sets, output or Path(f"voltune-probe-{chosen.name}.pyz"))
@@ -527,7 +528,7 @@ def probe_command(
     click.echo(f"on a V100: python3 {done.path.name}, then here: probe --contract {contract_name} --read FILE")
 
 
-def read_probe(found: probed.Probed, measurements: Path | None, as_json: bool) -> None:
+def read_probe(found: answer.Answer, measurements: Path | None, as_json: bool) -> None:
     """Prints what a probe's file says, and what follows."""
     means = probed.findings(found)
     if measurements is not None:

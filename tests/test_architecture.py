@@ -22,7 +22,7 @@ ORDER = (
     *("space", "plan", "render", "build", "sass", "dataflow", "microcode", "memory", "host", "device", "gpu"),
     *("machine", "counts", "trace", "model", "evidence"),
     *("cases", "verify", "gate", "dense", "trial", "measure", "probing", "evaluate"),
-    *("ledger", "search", "choose", "winners", "golden", "frozen", "export", "probe", "report", "bench"),
+    *("ledger", "search", "choose", "winners", "golden", "frozen", "export", "probe", "answer", "report", "bench"),
     *("calibrate", "probed", "options", "jobs", "checks", "executed", "inspection", "doctor"),
 )
 SOLE_IMPORTERS = {

@@ -22,6 +22,7 @@ from frozen_set import made
 from small import SMALL, TENSOR
 
 import cli
+from tuner import answer as answers
 from tuner import (
     build,
     calibrate,
@@ -282,7 +283,7 @@ def test_in_processes_of_its_own_kernels_that_write_nothing_are_recorded_as_wron
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"send {own / 'idle.jsonl'}" in done.stderr
-    found = probed.read(own / "idle.jsonl", CONTRACT)
+    found = answers.read(own / "idle.jsonl", CONTRACT)
     assert any("were never written" in mark for mark in found.marks)
     assert any(mark.startswith("no time was left for") for mark in found.marks)
     assert (found.cells, probed.findings(found).proposals) == ((), ())
@@ -296,7 +297,7 @@ def test_the_driver_alone_has_all_that_the_executor_calls() -> None:
 
 # ---- what is read -------------------------------------------------------------------------------------------------
 def test_the_answer_is_read_back_with_predictions_a_fit_and_winners(own: Path) -> None:
-    found = probed.read(own / "answer.jsonl", CONTRACT)
+    found = answers.read(own / "answer.jsonl", CONTRACT)
     assert found.marks == ()
     means = probed.findings(found)
     assert len(means.rows) == 4 + 2  # a winner or the default; both where they differ
@@ -323,7 +324,7 @@ def test_the_command_prints_it_and_writes_no_set(own: Path, monkeypatch: pytest.
 
 
 def test_its_timings_can_be_fitted_together_with_others(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probed.read(own / "answer.jsonl", CONTRACT)
+    found = answers.read(own / "answer.jsonl", CONTRACT)
     (own / "v100.csv").write_text(probed.measurements(found))
     monkeypatch.setattr(calibrate.contract, "load", lambda name: {"few": CONTRACT}[name])
     observed = calibrate.read([own / "v100.csv"])
@@ -331,6 +332,24 @@ def test_its_timings_can_be_fitted_together_with_others(own: Path, monkeypatch: 
         f"few, V100-PCIE-32GB, {n} tokens, {routed}" for n in (1, 2) for routed in ("uniform", "zipf")
     }
     assert [str(each) for each in calibrate.quality(observed)] == [str(e) for e in probed.findings(found).quality]
+
+
+@pytest.mark.parametrize(
+    "options", [("--read", "a", "--set", "b"), ("--read", "a", "--output", "b"), ("--measurements", "b")]
+)
+def test_options_that_do_not_go_together_are_a_wrong_request(options: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(cli.main, ["probe", "--contract", "qwen38-tp4", *options]).exit_code == 2
+
+
+def test_the_command_makes_the_file_and_refuses_another_contracts_set(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["probe", "--set", str(own / "set"), "--output", str(own / "made.pyz"), "--contract"]
+    monkeypatch.setattr(cli.contracts, "load", lambda name: CONTRACT if name == "few" else SMALL)
+    assert CliRunner().invoke(cli.main, [*command, "other"]).exit_code == 2
+    assert not (own / "made.pyz").exists()
+    done = CliRunner().invoke(cli.main, [*command, "few", "--json"])
+    assert json.loads(done.stdout)["nbytes"] == (own / "made.pyz").stat().st_size
 
 
 def changed(place: Path, change: Callable[[list[bytes]], list[bytes]]) -> Path:
@@ -346,14 +365,14 @@ def count(place: Path) -> int:
 def test_a_line_cut_anywhere_is_refused_and_a_file_cut_anywhere_is_marked(own: Path) -> None:
     for n in range(count(own)):
         with pytest.raises(RequestError, match=f"line {n + 1}: not a record"):
-            probed.read(
+            answers.read(
                 changed(own, lambda all, n=n: [*all[:n], all[n][: len(all[n]) // 2] + b"\n", *all[n + 1 :]]), CONTRACT
             )
         broken = changed(own, lambda all, n=n: [*all[: n + 1], all[n][:-1]])
         if n + 1 < count(own):
-            assert "it breaks off before its end" in probed.read(broken, CONTRACT).marks[0]
+            assert "it breaks off before its end" in answers.read(broken, CONTRACT).marks[0]
     with pytest.raises(RequestError, match="no record in it"):
-        probed.read(changed(own, lambda all: [all[0][:50]]), CONTRACT)
+        answers.read(changed(own, lambda all: [all[0][:50]]), CONTRACT)
 
 
 def test_lines_that_were_swapped_taken_out_or_doubled_are_refused(own: Path) -> None:
@@ -364,7 +383,7 @@ def test_lines_that_were_swapped_taken_out_or_doubled_are_refused(own: Path) -> 
             lambda all, n=n: [*all[: n + 1], *all[n:]],
         ):
             with pytest.raises(RequestError, match=f"line {n + 1}|line {n + 2}"):
-                probed.read(changed(own, change), CONTRACT)
+                answers.read(changed(own, change), CONTRACT)
 
 
 def test_a_figure_that_was_edited_is_refused_wherever_it_stands(own: Path) -> None:
@@ -373,7 +392,7 @@ def test_a_figure_that_was_edited_is_refused_wherever_it_stands(own: Path) -> No
         name = next(name for name in sorted(line) if name not in ("n", "before", "digest", "kind"))
         edited = json.dumps(line | {name: "another"}).encode() + b"\n"
         with pytest.raises(RequestError, match=f"line {n + 1}: its digest differs"):
-            probed.read(changed(own, lambda all, n=n, edited=edited: [*all[:n], edited, *all[n + 1 :]]), CONTRACT)
+            answers.read(changed(own, lambda all, n=n, edited=edited: [*all[:n], edited, *all[n + 1 :]]), CONTRACT)
 
 
 def forged(place: Path, change: Callable[[str, dict[str, Any]], None]) -> Path:
@@ -413,12 +432,12 @@ def test_a_sound_chain_of_what_no_probe_writes_is_refused(own: Path, what: str) 
     where, change = BAD[what]
     path = forged(own, lambda kind, content: kind == where and change(content))  # type: ignore[arg-type,return-value]
     with pytest.raises(RequestError):
-        probed.read(path, CONTRACT)
+        answers.read(path, CONTRACT)
 
 
 def test_the_answer_of_another_contract_is_refused(own: Path) -> None:
     with pytest.raises(RequestError, match="is of a contract"):
-        probed.read(own / "answer.jsonl", replace(CONTRACT, levels=(1,)))
+        answers.read(own / "answer.jsonl", replace(CONTRACT, levels=(1,)))
 
 
 def test_what_was_timed_must_be_what_this_version_builds(own: Path) -> None:
@@ -427,7 +446,7 @@ def test_what_was_timed_must_be_what_this_version_builds(own: Path) -> None:
             content["kit"]["kernels"] |= {content["kit"]["default"]: "0"}
 
     with pytest.raises(RequestError, match="timed other kernels than this version builds"):
-        probed.findings(probed.read(forged(own, change), CONTRACT))
+        probed.findings(answers.read(forged(own, change), CONTRACT))
 
 
 def test_a_wrong_kernel_and_one_whose_runs_differ_are_marked_and_never_proposed(own: Path) -> None:
@@ -441,7 +460,7 @@ def test_a_wrong_kernel_and_one_whose_runs_differ_are_marked_and_never_proposed(
         if kind == "cell":
             content["us"] |= {first: [1.0] * 3, TENSOR.key(): [1.0] * 3}
 
-    found = probed.read(forged(own, change), CONTRACT)
+    found = answers.read(forged(own, change), CONTRACT)
     assert any(mark.startswith("WRONG on that GPU") for mark in found.marks)
     assert any(mark.startswith("runs differ") for mark in found.marks)
     assert not {first, TENSOR.key()} & {each.config for each in probed.findings(found).proposals}
@@ -453,7 +472,7 @@ def test_an_answer_without_verdicts_is_marked(own: Path) -> None:
         for kind, content in records(own):
             if kind not in ("verdict", "replays"):
                 writer.write(kind, **content)
-    marks = probed.read(path, CONTRACT).marks
+    marks = answers.read(path, CONTRACT).marks
     assert [mark for mark in marks if mark.startswith("no verdict and no replays of")] == list(marks)
     assert len(marks) == 2
 
@@ -468,7 +487,7 @@ def test_a_kernel_that_was_not_fit_to_be_timed_once_is_not_proposed(own: Path) -
         elif kind == "cell":
             content["us"][first] = [1.0] * 3
 
-    found = probed.read(forged(own, change), CONTRACT)
+    found = answers.read(forged(own, change), CONTRACT)
     assert [mark for mark in found.marks if "not fit to be timed" in mark] == list(found.marks)
     assert first not in {each.config for each in probed.findings(found).proposals}
 
@@ -479,7 +498,7 @@ def test_another_gpus_answer_proposes_nothing_for_a_v100(own: Path) -> None:
             content["gpu"] |= {"name": "NVIDIA H200", "capability": [9, 0]}
             content["code"] = "ptx"
 
-    found = probed.read(forged(own, change), CONTRACT)
+    found = answers.read(forged(own, change), CONTRACT)
     assert any("no V100's" in mark for mark in found.marks)
     means = probed.findings(found)
     assert means.proposals == ()
