@@ -256,6 +256,13 @@ def test_a_file_that_is_there_is_not_overwritten(own: Path, monkeypatch: pytest.
     assert (own / "answer.jsonl").read_bytes() == before
 
 
+def test_an_answer_that_cannot_be_written_is_one_line(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(own, monkeypatch, "no folder/answer.jsonl") == 1
+    assert "No such file or directory" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_another_gpu_is_refused_unless_ptx_is_asked_for(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = ctypes.CDLL(str(own / "libcuda.so"))
     library.fake_capability(9, 0)

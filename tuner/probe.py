@@ -57,6 +57,7 @@ def strata(contract: Contract, count: int, seed: int = 0) -> tuple[Config, ...]:
             groups.setdefault((space.parameters(config)["multiply"], config.w13.threads), []).append(config)
     rng = random.Random(seed)
     waiting = [rng.sample(groups[key], len(groups[key])) for key in sorted(groups, key=str)]
+    rng.shuffle(waiting)
     found: list[Config] = []
     while waiting and len(found) < count:
         found += [group.pop() for group in waiting]

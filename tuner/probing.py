@@ -363,8 +363,8 @@ def main(folder: str, arguments: Sequence[str] | None = None) -> int:
 
     try:
         probe(Path(folder), given.output, ordinal=given.gpu, ptx=given.ptx, minutes=given.minutes, show=show)
-    except VoltuneError as error:
+    except (VoltuneError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        return error.exit_status if isinstance(error, VoltuneError) else 1
     print(f"done: send {given.output} to whoever asked for it, or read it first: it is text.", file=sys.stderr)
     return 0
