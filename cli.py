@@ -28,6 +28,7 @@ try:
 
     from tuner import (
         __version__,
+        answer,
         bench,
         checks,
         export,
@@ -35,6 +36,8 @@ try:
         jobs,
         options,
         plan,
+        probe,
+        probed,
         render,
         report,
         trial,
@@ -470,6 +473,82 @@ def export_command(
     click.echo(
         f"{done.folder}: {done.files} files, {done.nbytes / 1e6:.1f} MB; torch.ops.{done.namespace}; {done.timings}"
     )
+
+
+@main.command("probe")
+@contract_option
+@click.option(
+    "--set",
+    "set_folders",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Tuned sets whose winners it carries; by default the first one for a V100.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file; by default voltune-probe-<contract>.pyz.",
+)
+@click.option(
+    "--read",
+    "given",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Instead: check what a probe wrote, set predictions beside it, fit the model to it, and propose winners.",
+)
+@click.option(
+    "--measurements",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="With --read: also write the timings as a file for python -m tuner.calibrate.",
+)
+@json_option
+def probe_command(
+    contract_name: str,
+    set_folders: tuple[Path, ...],
+    output: Path | None,
+    given: Path | None,
+    measurements: Path | None,
+    as_json: bool,
+) -> None:
+    """Make one file that checks and times the kernels on a V100 elsewhere, or read what it wrote there."""
+    if given is not None and (set_folders or output):
+        raise click.UsageError("--read takes neither --set nor --output")
+    if given is None and measurements is not None:
+        raise click.UsageError("--measurements are of an answer: give --read FILE with it")
+    chosen = contracts.load(contract_name)
+    if given is not None:
+        read_probe(answer.read(given, chosen), measurements, as_json)
+        return
+    sets = set_folders or (options.v100_set(chosen, None),)
+    done = probe.make(chosen, sets, output or Path(f"voltune-probe-{chosen.name}.pyz"))
+    if as_json:
+        print_json(done.to_dict())
+        return
+    click.echo(f"{done.path}: {done.nbytes / 1e6:.2f} MB, {len(done.arms)} kernels by {done.compiler}")
+    click.echo(f"on a V100: python3 {done.path.name}, then here: probe --contract {contract_name} --read FILE")
+
+
+def read_probe(found: answer.Answer, measurements: Path | None, as_json: bool) -> None:
+    """Prints what a probe's file says, and what follows."""
+    means = probed.findings(found)
+    if measurements is not None:
+        winners.write_file(measurements, probed.measurements(found))
+    if as_json:
+        print_json({"told": list(found.told()), "marks": list(found.marks), **means.to_dict()})
+        return
+    for line in (*found.told(), *(f"MARKED: {mark}" for mark in found.marks), *means.remarks):
+        click.echo(line)
+    click.echo("\npredicted by the model as it is, against measured by the file's word")
+    table(probed.CELL_HEADERS, means.rows)
+    for heading, rows in (("the model as it is", means.quality), ("fitted to this file", means.refitted)):
+        if rows:
+            click.echo("\n" + "\n".join((heading, *map(str, rows))))
+    if means.fit is not None:
+        click.echo("\n".join(f"    {name}: float = {value:g}" for name, value in vars(means.fit).items()))
+    if means.proposals:
+        click.echo("\nproposed v100-measured winners, by the file's word; no set is written: tune there for one")
+        table(probed.WINNER_HEADERS, (each.cells() for each in means.proposals))
 
 
 @main.command("trace")

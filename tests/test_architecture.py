@@ -17,13 +17,13 @@ from tuner import plan, render, space
 ROOT = Path(__file__).parent.parent
 # A module imports only what stands to its left.
 ORDER = (
-    *("errors", "nvml", "worker", "cache"),
+    *("errors", "nvml", "worker", "cache", "chain", "cuda"),
     *("contract", "awq", "checkpoint", "routing", "reference"),
     *("space", "plan", "render", "build", "sass", "dataflow", "microcode", "memory", "host", "device", "gpu"),
     *("machine", "counts", "trace", "model", "evidence"),
-    *("cases", "verify", "gate", "dense", "trial", "measure", "evaluate"),
-    *("ledger", "search", "choose", "winners", "golden", "frozen", "export", "report", "bench"),
-    *("calibrate", "options", "jobs", "checks", "executed", "inspection", "doctor"),
+    *("cases", "verify", "gate", "dense", "trial", "measure", "probing", "evaluate"),
+    *("ledger", "search", "choose", "winners", "golden", "frozen", "export", "probe", "answer", "report", "bench"),
+    *("calibrate", "probed", "options", "jobs", "checks", "executed", "inspection", "doctor"),
 )
 SOLE_IMPORTERS = {
     "jinja2": {"render"},

@@ -35,7 +35,7 @@ FINALISTS = 3  # of the variants that only load, in the interleaved rounds; the 
 DENSE_L2 = 2e-3  # relative L2 to float64: weights, hidden rows and products are rounded to f16 there
 _VERIFIED: tuple[PlanName, ...] = ("fused", "staged", "all-experts")  # all that is timed and computes
 _CHUNK = 32  # variants a job
-_SCREEN_S, _COMPARE_S, _DENSE_S = 300.0, 600.0, 180.0
+_SCREEN_S, _DENSE_S = 300.0, 180.0
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,6 @@ class Request:
 
 class Executor(DeviceExecutor):
     """A DeviceExecutor that knows a benchmark's jobs."""
-
-    def compare(self, request: Comparison) -> trial.Raw:
-        """Raises as `run` does."""
-        raw: trial.Raw = self._call(trial.compare, request, self.code, timeout_s=_COMPARE_S)
-        return raw
 
     def screen(self, arms: Sequence[Arm], cells: Sequence[Cell]) -> Array:
         """us [arm, cell]. Raises as `run` does."""

@@ -72,6 +72,9 @@ class Observation:
         return model.predict_op(level.contract, self.plan, self.resources, pool, level.tokens, dev, fit=fit).us
 
 
+Timed = tuple[int, str, str, float, Resources]  # tokens, routing, the configuration's key, us, what its kernel takes
+
+
 @dataclass(frozen=True)
 class Quality:
     """How well a level's kernels are predicted. `regret`: how much slower the best measured of the model's TOP is than
@@ -218,19 +221,27 @@ def from_ledger(ledger: Path, of: Contract | None = None) -> str:
         raise RequestError(f"{ledger}: expected measured trials of one device, found {sorted(devices)}")
     (device,) = devices
     arch = model.device(device).arch
-    text = io.StringIO()
-    text.write(f"# contract: {of.name}\n# device: {device}\n# method: trials of a tuning ledger, cold CUDA graph\n")
-    text.write(f"# registers and spills: {build.compiler().name} for {arch}\n")
-    out = csv.writer(text, lineterminator="\n")
-    out.writerow(COLUMNS)
+    timed: list[Timed] = []
     for row in trials:
         made = plan.make(of, space.parse(row["key"]))
         image = build.build(render.render(made)["op"], arch)
         held = Resources.of(image, made.launch("op"), row["tokens"])
-        for name, us in _routed(of, row["timing"]):
-            cells = (row["tokens"], name, row["key"], f"{us:.3f}", held.registers, held.spill_bytes, held.shared)
-            out.writerow(cells)
-    return text.getvalue()
+        timed += [(row["tokens"], name, row["key"], us, held) for name, us in _routed(of, row["timing"])]
+    said = {"method": "trials of a tuning ledger, cold CUDA graph"}
+    said["registers and spills"] = f"{build.compiler().name} for {arch}"
+    return text(of, device, said, timed)
+
+
+def text(of: Contract, device: str, said: Mapping[str, str], rows: Iterable[Timed]) -> str:
+    """A file of measurements, as `read` takes it. said: what else its first lines say."""
+    found = io.StringIO()
+    for name, value in {"contract": of.name, "device": device, **said}.items():
+        found.write(f"# {name}: {value}\n")
+    out = csv.writer(found, lineterminator="\n")
+    out.writerow(COLUMNS)
+    for tokens, routed, key, us, held in rows:
+        out.writerow((tokens, routed, key, f"{us:.3f}", held.registers, held.spill_bytes, held.shared))
+    return found.getvalue()
 
 
 def _routed(of: Contract, timing: Mapping[str, object]) -> Iterator[tuple[str, float]]:

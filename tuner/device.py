@@ -1,12 +1,13 @@
 """Runs a plan on an NVIDIA GPU: loads Images, places guarded operands, launches, captures CUDA graphs and times them.
 
 Reaches CUDA through CuPy's thin bindings of the driver and runtime interfaces, in which handles and addresses are plain
-integers. A CUDA error may leave the process's context unusable: run this in a `worker.Worker` and replace that after a
-LaunchFailed.
+integers; or, with VOLTUNE_CUDA=driver, through the driver alone (tuner/cuda.py). A CUDA error may leave the process's
+context unusable: run this in a `worker.Worker` and replace that after a LaunchFailed.
 """
 
 import contextlib
 import ctypes
+import os
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +16,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from tuner import cuda
 from tuner.build import INSTALL, Image
 from tuner.errors import InvalidConfig, LaunchFailed, MissingTool, RequestError
-from tuner.nvml import Clocks, Nvml
+from tuner.nvml import Board, Clocks, Nvml
 from tuner.plan import Buffer, Launch, Outputs, Plan, check_counters, resolve
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -166,6 +168,10 @@ class Gpu:
     def clocks(self) -> Clocks:
         """The clocks right now; read it while or just after the GPU worked, since it slows down when idle."""
         return self._nvml.clocks()
+
+    def board(self) -> Board:
+        """Power, temperature and settings right now."""
+        return self._nvml.board()
 
     def free_bytes(self) -> int:
         """GPU memory that is not taken."""
@@ -394,6 +400,11 @@ class Replay:
         weakref.finalize(self, gpu._release, runtime.graphExecDestroy, executable).atexit = False
         weakref.finalize(self, gpu._release, runtime.eventDestroy, *self._events).atexit = False
 
+    def run(self) -> None:
+        """Queues one pass."""
+        with self._gpu._faults("replaying a graph"):
+            self._gpu._runtime.graphLaunch(self._executable, self._gpu._stream)
+
     def time_us(self) -> float:
         """Microseconds of one pass through the graph, over the calls in it.
 
@@ -412,6 +423,8 @@ class Replay:
 
 def _bindings() -> tuple[Any, Any]:
     """CuPy's driver and runtime modules. Imported late: it takes a tenth of a second."""
+    if os.environ.get("VOLTUNE_CUDA") == "driver":
+        return cuda.bindings(), cuda.bindings()
     try:
         from cupy_backends.cuda.api import driver, runtime
     except ImportError as error:

@@ -32,7 +32,7 @@ ROUNDS, FINAL_ROUNDS = 20, 30
 DROP = 2.0  # times the best so far: not worth more rounds
 RESAMPLES, CONFIDENCE = 2000, 0.95
 
-_OPEN_S, _UPLOAD_S, _RUN_S, _TIME_S = 180.0, 120.0, 60.0, 180.0
+_OPEN_S, _UPLOAD_S, _RUN_S, _TIME_S, _COMPARE_S = 180.0, 120.0, 60.0, 180.0, 600.0
 _BIG = 1 << 20  # bytes: such operands are uploaded once and kept
 
 
@@ -125,6 +125,11 @@ class DeviceExecutor:
     def time(self, request: trial.Request) -> trial.Raw:
         """Raises as `run` does."""
         raw: trial.Raw = self._call(trial.measure, request, self.code, timeout_s=_TIME_S)
+        return raw
+
+    def compare(self, request: trial.Comparison, timeout_s: float = _COMPARE_S) -> trial.Raw:
+        """Arms in interleaved rounds. Raises as `run` does."""
+        raw: trial.Raw = self._call(trial.compare, request, self.code, timeout_s=timeout_s)
         return raw
 
     def held(self, operands: Operands) -> dict[str, Any]:

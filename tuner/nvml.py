@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _SM, _MEMORY = 1, 2
+_UNCORRECTED, _EVER = 1, 1  # nvmlMemoryErrorType, nvmlEccCounterType
 # Being idle, and clocks that someone set, are no limits.
 POWER_CAP = "power cap"
 _LIMITS = {
@@ -28,6 +29,20 @@ class Clocks:
     sm_mhz: int = 0
     memory_mhz: int = 0
     limits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Board:
+    """A moment's power in W, temperature in degrees C and highest clocks in MHz; whether memory is checked (ECC), and
+    errors it could not mend, ever. None is what the library does not tell."""
+
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: int | None = None
+    most_sm_mhz: int | None = None
+    most_memory_mhz: int | None = None
+    ecc: bool | None = None
+    uncorrected_errors: int | None = None
 
 
 class Nvml:
@@ -64,3 +79,26 @@ class Nvml:
                 break
         limits = tuple(text for bit, text in _LIMITS.items() if reasons.value & bit)
         return Clocks(sm.value, memory.value, limits)
+
+    def board(self) -> Board:
+        """The present power and temperature, and what the board is set to."""
+        ecc = self._ask("nvmlDeviceGetEccMode", pending=True)
+        power, limit = (self._ask(f"nvmlDeviceGet{name}") for name in ("PowerUsage", "EnforcedPowerLimit"))
+        return Board(
+            power_w=None if power is None else power / 1e3,
+            power_limit_w=None if limit is None else limit / 1e3,
+            temperature_c=self._ask("nvmlDeviceGetTemperature", 0),
+            most_sm_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _SM),
+            most_memory_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _MEMORY),
+            ecc=None if ecc is None else bool(ecc),
+            uncorrected_errors=self._ask("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _EVER),
+        )
+
+    def _ask(self, name: str, *which: int, pending: bool = False) -> int | None:
+        """One number; `pending`: the function tells what is to come as well, which is not asked for."""
+        function = getattr(self._library, name, None)
+        found = ctypes.c_ulonglong()  # zero above what a function writes, for all of them are little-endian
+        after = (ctypes.byref(ctypes.c_uint()),) if pending else ()
+        if function is None or function(self._handle, *which, ctypes.byref(found), *after):
+            return None
+        return found.value

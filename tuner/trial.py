@@ -5,6 +5,7 @@ at least LAUNCHES calls, each on the next of several routings and the next of se
 """
 
 import functools
+import hashlib
 import itertools
 import math
 import time
@@ -20,7 +21,7 @@ from tuner.build import Image
 from tuner.contract import Contract
 from tuner.device import Array, Call, Code, Gpu, GpuInfo, Kernels, Operands, Replay, Resident, Step
 from tuner.errors import LaunchFailed
-from tuner.nvml import POWER_CAP, Clocks
+from tuner.nvml import POWER_CAP, Board, Clocks
 from tuner.plan import Buffer, Outputs, Plan, PlanName
 
 LAUNCHES = 24
@@ -28,7 +29,7 @@ SCREEN_ROUNDS = 3
 COPY_L2S = 32  # times the L2: so large is the buffer that is copied
 CLOCK_DROP = 0.03  # of the settled clock: a sample taken below is discarded
 _MEMORY_SHARE = 0.8  # of free GPU memory, for copies of the weights
-_KERNELS = 32  # plans kept loaded
+_KERNELS = 64  # plans kept loaded
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,55 @@ def compare(ordinal: int, request: Comparison, code: Code) -> Raw:
     us, details = _sample(session.gpu, [[each] for each in graphs], np.ones(1), request.rounds, math.inf)
     bed.check()
     return Raw(us, len(bed.layers), {**details, "launches": bed.count, "layers": len(bed.layers)})
+
+
+@dataclass(frozen=True, eq=False)
+class Bare:
+    """A kernel of (SOURCE, COUNT, SINK), `calls` times in a graph: SOURCE has nbytes, COUNT units of 16 bytes."""
+
+    plan: Plan
+    images: Mapping[str, Image]
+    nbytes: int
+    calls: int
+
+
+def bare(ordinal: int, arms: Sequence[Bare], rounds: int, code: Code) -> Raw:
+    """us [arm, round, 0] a call, in interleaved rounds; all arms read the same memory, from its begin."""
+    session = _session(ordinal)
+    source = session.gpu.allocate(np.dtype(np.uint8), (max(arm.nbytes for arm in arms),))
+    sink = session.gpu.allocate(np.dtype(np.uint32), (1,))
+    graphs = []
+    for arm in arms:
+        addresses, scalars = {"SOURCE": source.address, "SINK": sink.address}, {"COUNT": arm.nbytes // 16}
+        step = Step(1, addresses, scalars, sink, {}, (source, sink))
+        call = Call(arm.plan, session.kernels(arm.plan, arm.images, code), step)
+        session.gpu.launch(call)
+        session.gpu.synchronize()
+        graphs.append([session.gpu.capture([call] * arm.calls)])
+    us, details = _sample(session.gpu, graphs, np.ones(1), rounds, math.inf)
+    return Raw(us, 1, details)
+
+
+def repeat(
+    ordinal: int, plan: Plan, images: Mapping[str, Image], code: Code, given: Mapping[str, Any], tokens: int, times: int
+) -> list[str]:
+    """16 hex digits of sha256 of the output's bytes, as each of `times` replays of one graph leaves it."""
+    session = _session(ordinal)
+    gpu, step = session.gpu, session.gpu.step(plan, session.operands(given), tokens)
+    call = Call(plan, session.kernels(plan, images, code), step)
+    gpu.launch(call)
+    gpu.outputs(step)
+    replay, found = gpu.capture([call]), []
+    for _ in range(times):
+        gpu.poison(step)
+        replay.run()
+        found.append(hashlib.sha256(gpu.outputs(step).out.tobytes()).hexdigest()[:16])
+    return found
+
+
+def board(ordinal: int) -> Board:
+    """The GPU's present state."""
+    return _session(ordinal).gpu.board()
 
 
 def run_dense(ordinal: int, request: DenseSteps) -> Array:
