@@ -125,7 +125,7 @@ MUTATIONS: dict[str, tuple[str, Pick, Change]] = {
     "a choice turned": ("simt", named("SEL"), flip(90)),
     "a factor's register": ("simt", named("FFMA", REGISTER), add(32, 8, 1)),
     "an addend's register": ("simt", named("FADD", REGISTER), add(32, 8, 1)),
-    "a stored register": ("simt", named("STG.E.STRONG"), add(32, 8, 1)),
+    "a stored register": ("simt", named("STG.E.STRONG"), add(32, 8, 2)),
     "the register that a load fills": ("simt", named("LDS.U.128"), add(16, 8, 4)),
     "a sum without its sign": ("simt", named("FFMA", REGISTER), flip(63)),
     "an atomic of another kind": ("simt", named("ATOMG.E.ADD"), flip(88)),

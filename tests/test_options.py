@@ -64,6 +64,8 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 
 def put(folder: Path, config: Config, *, contract: Contract = SMALL, levels: tuple[int, ...] = (1, 5)) -> None:
+    target = folder.name if "-" in folder.name else "v100-predicted"
+    device, word = target.rsplit("-", 1)
     level = LevelWinner(
         config=config,
         us=2.0,
@@ -71,10 +73,10 @@ def put(folder: Path, config: Config, *, contract: Contract = SMALL, levels: tup
         floor_us=1.0,
         registers=32,
         ambiguous=False,
-        timing={"us": 2.0},
+        timing={"us": 2.0, "word": word},
         verdicts=({"ok": True},),
     )
-    made = Winners(contract, folder.name, "predicted", "GPU", dict.fromkeys(levels, level), {}, "2026-01-01", "id")
+    made = Winners(contract, target, word, device, dict.fromkeys(levels, level), {}, "2026-01-01", "id")
     winners.write(made, folder)
 
 
