@@ -533,7 +533,7 @@ def read_probe(found: answer.Answer, measurements: Path | None, as_json: bool) -
     """Prints what a probe's file says, and what follows."""
     means = probed.findings(found)
     if measurements is not None:
-        winners.write_file(measurements, probed.measurements(found))
+        winners.write_file(measurements, probed.measurements(found, means))
     if as_json:
         print_json({"told": list(found.told()), "marks": list(found.marks), **means.to_dict()})
         return

@@ -342,16 +342,13 @@ def test_kernels_that_need_more_shared_memory_than_a_launch_has_by_itself_are_al
 # ---- what is not ---------------------------------------------------------------------------------------------------
 def test_a_link_is_followed_and_nothing_is_left_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real").mkdir()
-    link = tmp_path / "link"
+    link = tmp_path / "folder"
     link.symlink_to(tmp_path / "real")
-    before = {path.name for path in tmp_path.iterdir()}
-    making = tmp_path / "making"
-    making.mkdir()
-    (making / "file").write_text("whole")
-    export._put(making, link.resolve())
-    assert (link / "file").read_text() == "whole"
-    assert link.is_symlink()
-    assert {path.name for path in tmp_path.iterdir()} == before
+    for _ in range(2):  # into an empty folder, then in the place of an export
+        exported(tmp_path, made(), monkeypatch)
+        assert link.is_symlink()
+        assert (link / export.MANIFEST).is_file()
+        assert {path.name for path in tmp_path.iterdir()} == {"real", "folder", "set"}
 
 
 def test_a_set_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

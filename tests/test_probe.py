@@ -332,7 +332,7 @@ def test_the_command_prints_it_and_writes_no_set(own: Path, monkeypatch: pytest.
 
 def test_its_timings_can_be_fitted_together_with_others(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = answers.read(own / "answer.jsonl", CONTRACT)
-    (own / "v100.csv").write_text(probed.measurements(found))
+    (own / "v100.csv").write_text(probed.measurements(found, probed.findings(found)))
     monkeypatch.setattr(calibrate.contract, "load", lambda name: {"few": CONTRACT}[name])
     observed = calibrate.read([own / "v100.csv"])
     assert {str(each.level) for each in observed} == {

@@ -40,6 +40,11 @@ class GemmWeights:
     scales: NDArray[np.generic]
     zeros: U32 | None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all experts."""
+        return sum(part.nbytes for part in (self.q, self.scales, self.zeros) if part is not None)
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -47,6 +52,11 @@ class LayerWeights:
 
     w13: GemmWeights
     w2: GemmWeights
+
+    @property
+    def nbytes(self) -> int:
+        """Of all experts."""
+        return self.w13.nbytes + self.w2.nbytes
 
 
 @dataclass(frozen=True)

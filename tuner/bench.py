@@ -164,9 +164,7 @@ class _Run:
         self._contract = request.contract
         self._layers = Layers(request.contract, request.seed)
         self._weights = self._layers.weights(0)
-        parts = [(held.q, held.scales, held.zeros) for held in (self._weights.w13, self._weights.w2)]
-        stages = [sum(array.nbytes for array in part if array is not None) for part in parts]
-        self._expert_bytes = [stage / request.contract.experts for stage in stages]
+        self._expert_bytes = [held.nbytes / request.contract.experts for held in (self._weights.w13, self._weights.w2)]
         self._default = space.default(request.contract)
         self._no_dense = ""  # why no level has a dense arm
         self._compiler = ""

@@ -176,6 +176,16 @@ def build_many(sources: Sequence[Source], arch: str = "sm_70", workers: int | No
     return [outcomes[index] for index in range(len(sources))]
 
 
+def build_all(sources: Sequence[Source]) -> list[Image]:
+    """Every source for sm_70, in their order. Raises BuildFailed for the first that is refused, and as `build_each`."""
+    images = []
+    for outcome in build_many(sources):
+        if isinstance(outcome, BuildFailed):
+            raise outcome
+        images.append(outcome)
+    return images
+
+
 class Ahead:
     """Images for one architecture, some of them built by other processes while the caller does something else."""
 

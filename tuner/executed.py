@@ -17,10 +17,10 @@ from tuner.counts import Counts
 from tuner.errors import RequestError
 from tuner.gpu import Device
 from tuner.machine import Executed
-from tuner.plan import Launch, Plan, PlanName
+from tuner.plan import Plan, PlanName
 from tuner.reference import Difference
 from tuner.sass import ARCH
-from tuner.space import Config
+from tuner.space import STAGES, Config
 from tuner.verify import Layers, Operands
 
 INPUT = "gaussian"
@@ -96,16 +96,12 @@ def count(contract: Contract, configs: Mapping[int, Config], gpu: str, routed: s
 
 
 def _counted(chosen: Step, done: Executed, device: Device) -> Counts:
-    contract, stages = chosen.made.contract, _stages(done.launch)
-    gemms = [contract.w13] * ("w13" in stages) + [contract.w2] * ("w2" in stages)
+    contract = chosen.made.contract
+    gemms = [contract.gemm(stage) for stage in STAGES if f"{stage.upper()}_Q" in done.launch.arguments]
     weights = chosen.active * sum(gemm.k * gemm.n for gemm in gemms)
     return counts.count(
         done, weights, chosen.active * sum(model.expert_bytes(contract, gemm) for gemm in gemms), device
     )
-
-
-def _stages(launch: Launch) -> set[str]:
-    return {name.removesuffix("_Q").lower() for name in launch.arguments if name.endswith("_Q")}
 
 
 @dataclass(frozen=True)

@@ -263,9 +263,7 @@ class DeviceEvaluator:
             for one in made
         }
         active = [len(np.unique(case.ids)) for cases in drawn.values() for case in cases]
-        tensors = [part for one in (weights.w13, weights.w2) for part in (one.q, one.scales, one.zeros)]
-        expert = sum(part.nbytes for part in tensors if part is not None)
-        touched = min(active) * expert / self.contract.experts
+        touched = min(active) * weights.nbytes / self.contract.experts
         wanted = 1 if self._warm or not touched else layers_needed(info.l2_bytes, touched)
         images = [self._executor.images(one) for one in made]
         names, shares = zip(*self.contract.routings, strict=True)

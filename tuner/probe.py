@@ -10,9 +10,7 @@ import ast
 import hashlib
 import io
 import json
-import os
 import random
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tuner import build, gpu, plan, probing, render, space, winners
-from tuner.build import Image
 from tuner.contract import Contract
-from tuner.errors import BuildFailed, RequestError
+from tuner.errors import RequestError
 from tuner.probing import BARE, IMAGES, KIT, LOADS, Kit
 from tuner.render import Source
 from tuner.space import Config
@@ -84,7 +81,8 @@ def make(contract: Contract, sets: Sequence[Path], output: Path, count: int = CO
     names = list(dict.fromkeys([*chosen, *(LOADS + key for key in chosen)]))
     names += [key for config in strata(contract, count) if (key := config.key()) not in names]
     sources = {name: render.render(probing.plan_of(contract, name))["op"] for name in names}
-    images = _built([*sources.values(), *bare_sources().values()])
+    needed = [*sources.values(), *bare_sources().values()]
+    images = dict(zip(needed, build.build_all(needed), strict=True))
     kernels = {name: images[source].digest for name, source in sources.items()}
     compiler = next(iter(images.values())).compiler
     kit = Kit(contract, compiler, digests, found, default, kernels)
@@ -94,7 +92,8 @@ def make(contract: Contract, sets: Sequence[Path], output: Path, count: int = CO
     content = _zipped(files)
     if len(content) > MOST:
         raise RequestError(f"the probe would have {len(content)} bytes, at most {MOST} wanted: give fewer sets")
-    _put(output, content)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    winners.write_file(output, content, 0o755)
     return Made(output, len(content), tuple(names), compiler)
 
 
@@ -102,14 +101,6 @@ def bare_sources() -> dict[str, Source]:
     """The kernels beside the op, which are one file, by name."""
     text = (render.TEMPLATES / "probe" / "bare.cu").read_text(encoding="utf-8")
     return {name: Source(f"voltune_{name}", name, text) for name in BARE}
-
-
-def _built(sources: Sequence[Source]) -> dict[Source, Image]:
-    outcomes = build.build_many(sources)
-    for outcome in outcomes:
-        if isinstance(outcome, BuildFailed):
-            raise outcome
-    return {source: image for source, image in zip(sources, outcomes, strict=True) if isinstance(image, Image)}
 
 
 def _program() -> dict[str, bytes]:
@@ -149,19 +140,3 @@ def _zipped(files: Mapping[str, bytes]) -> bytes:
         for name, content in sorted(files.items()):
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)  # ZipInfo: the same date always
     return target.getvalue()
-
-
-def _put(output: Path, content: bytes) -> None:
-    """The file, there whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{output.name}.", dir=output.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o755)
-        os.replace(name, output)
-    except BaseException:
-        os.unlink(name)
-        raise

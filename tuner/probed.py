@@ -18,7 +18,7 @@ from tuner import build, calibrate, choose, measure, model, probing, render
 from tuner.answer import Answer
 from tuner.build import Image
 from tuner.calibrate import FIT_LEVELS, FIT_ROUTING, Level, Observation, Quality
-from tuner.errors import BuildFailed, RequestError
+from tuner.errors import RequestError
 from tuner.model import FITTED, Fit, Resources
 from tuner.probing import LOADS
 
@@ -54,6 +54,7 @@ class Findings:
     refitted: tuple[Quality, ...]
     proposals: tuple[Proposal, ...]
     remarks: tuple[str, ...]
+    observed: tuple[Observation, ...]  # what predictions could be set beside: none of a GPU that is not described
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -91,16 +92,17 @@ def findings(answer: Answer) -> Findings:
     if answer.code == "ptx":
         remarks.append("PTX was timed: registers, which predictions rest on, are the sm_70 code's and not those it had")
     proposals = tuple(_proposals(answer)) if answer.v100 else ()
-    return Findings(tuple(_rows(answer, observed)), tuple(quality), fit, tuple(refitted), proposals, tuple(remarks))
+    rows = tuple(_rows(answer, observed))
+    return Findings(rows, tuple(quality), fit, tuple(refitted), proposals, tuple(remarks), tuple(observed))
 
 
-def measurements(answer: Answer) -> str:
-    """The medians as a file for `python -m tuner.calibrate`, to be fitted together with others. Raises like `findings`,
-    and RequestError for a GPU that is not described."""
-    device = model.device(answer.gpu).name
+def measurements(answer: Answer, means: Findings) -> str:
+    """The medians as a file for `python -m tuner.calibrate`, to be fitted together with others. Raises RequestError for
+    a GPU that is not described."""
+    model.device(answer.gpu)
     rows = [
         (each.level.tokens, each.level.routing, each.plan.config.key(), each.us, each.resources)
-        for each in _observations(answer, _resources(answer), device)
+        for each in means.observed
     ]
     said = {"date": answer.date, "method": f"a probe's answer, {answer.code}, cold CUDA graph; by its sender's word"}
     said["registers and spills"] = f"{answer.kit.compiler} for sm_70"
@@ -110,11 +112,7 @@ def measurements(answer: Answer) -> str:
 def _resources(answer: Answer) -> Mapping[str, Image]:
     kit = answer.kit
     sources = {name: render.render(probing.plan_of(kit.contract, name))["op"] for name in kit.kernels}
-    outcomes = build.build_many(list(sources.values()))
-    for outcome in outcomes:
-        if isinstance(outcome, BuildFailed):
-            raise outcome
-    built = {name: each for name, each in zip(sources, outcomes, strict=True) if isinstance(each, Image)}
+    built = dict(zip(sources, build.build_all(list(sources.values())), strict=True))
     others = [name for name, image in built.items() if image.digest != kit.kernels[name]]
     if others:
         raise RequestError(

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tuner import awq, chain, plan, routing, space, trial, verify
+from tuner import chain, plan, routing, space, trial, verify
 from tuner.build import Ahead, Image
 from tuner.cases import Case, edge_cases, gaussian, make_case
 from tuner.contract import Contract
@@ -254,7 +254,7 @@ class Probe:
         wrong = {name: reason for name in self._kit.kernels if (reason := self._wrong(name, cases[0]))}
         names = [name for name in self._kit.kernels if name not in wrong]
         weights = self._layers.weights(0)
-        touched = min(each.active for each in drawn) * _nbytes(weights) / self._contract.experts
+        touched = min(each.active for each in drawn) * weights.nbytes / self._contract.experts
         wanted = layers_needed(self._executor.info.l2_bytes, touched)
         plans = [plan_of(self._contract, name) for name in names]
         if not plans:
@@ -292,11 +292,6 @@ def _rounded(row: Array) -> list[float]:
 
 def _clocks(details: Mapping[str, Any]) -> dict[str, Any]:
     return {name: details[name] for name in ("sm_mhz", "memory_mhz", "limits", "discarded_rounds")}
-
-
-def _nbytes(weights: awq.LayerWeights) -> int:
-    parts = [part for gemm in (weights.w13, weights.w2) for part in (gemm.q, gemm.scales, gemm.zeros)]
-    return sum(part.nbytes for part in parts if part is not None)
 
 
 def engines() -> dict[str, str]:

@@ -345,15 +345,15 @@ def _fill(winners: Winners, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes, mode: int = 0o644) -> None:
     """Write a file so that it is there whole or not at all."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

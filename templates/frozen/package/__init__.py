@@ -22,13 +22,12 @@ __all__ = [
 ]
 
 _CONTRACT = _ops.SPEC["contract"]
-_OFF = f"{VARIABLE}=0: rolled back"
 
 
 def available(device=None):
     """(whether the op can be used on this GPU, why): `why` says what is missing, or where the timings come from."""
-    if _ops.SETTING == "0":
-        return False, _OFF
+    if _ops.ROLLED_BACK:
+        return False, _ops.ROLLED_BACK
     if not torch.cuda.is_available():
         return False, f"torch {torch.__version__} sees no GPU: install the NVIDIA driver and a torch built with CUDA"
     index = torch.cuda.current_device() if device is None else torch.device(device).index or 0
@@ -85,8 +84,8 @@ def bind(tensors, *, interleaved, top_k, dtype=torch.float16, allow_ptx=False):
     Unset, the environment variable VARIABLE makes a reason a warning, once; 1 makes it a RuntimeError; 0 is a reason.
     """
     try:
-        if _ops.SETTING == "0":
-            raise ValueError(_OFF)
+        if _ops.ROLLED_BACK:
+            raise ValueError(_ops.ROLLED_BACK)
         facts = {
             "interleaved": (interleaved, _CONTRACT["weights"]["interleaved"]),
             "top_k": (top_k, _CONTRACT["top_k"]),
@@ -101,7 +100,7 @@ def bind(tensors, *, interleaved, top_k, dtype=torch.float16, allow_ptx=False):
         reason = str(error)
         if _ops.SETTING == "1":
             raise RuntimeError(f"{VARIABLE}=1, and the op cannot be used: {reason}") from error
-        if _ops.SETTING != "0":
+        if not _ops.ROLLED_BACK:
             _warn_once(reason)
         return None, reason
     return Layer(weights), ""

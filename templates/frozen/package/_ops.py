@@ -67,18 +67,19 @@ SETTING = os.environ.get(VARIABLE, "")
 if SETTING not in ("", "0", "1"):
     raise ImportError(f"{VARIABLE}={SETTING!r}: expected 0 (roll back), 1 (anything missing is an error), or unset")
 
+ROLLED_BACK = f"{VARIABLE}=0: rolled back" if SETTING == "0" else ""  # the reason, if it is
+
 
 class _RolledBack:
     """In the place of what is not loaded."""
 
     def __getattr__(self, name):
-        raise RuntimeError(f"{VARIABLE}=0: rolled back")
+        raise RuntimeError(ROLLED_BACK)
 
 
-_off = SETTING == "0"
-_library = _RolledBack() if _off else _load()
-ops = _RolledBack() if _off else getattr(torch.ops, NAMESPACE)
-_first = not _off and not hasattr(ops, "moe")  # else it was imported before, under another name
+_library = _RolledBack() if ROLLED_BACK else _load()
+ops = _RolledBack() if ROLLED_BACK else getattr(torch.ops, NAMESPACE)
+_first = not ROLLED_BACK and not hasattr(ops, "moe")  # else it was imported before, under another name
 
 
 def _fake(*operands):
