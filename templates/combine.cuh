@@ -1,7 +1,8 @@
 // Weighted combine: routes f32 [slots, H] -> out f16 [tokens, H].
 //
 // A CTA takes kThreads columns of one token, awaits the token's routed slots, and adds them in route order: so the result
-// does not depend on who computed what, and needs no float atomics, zeroing or unpermute.
+// does not depend on who computed what, and needs no float atomics, zeroing or unpermute. Nobody comes after it: so it also
+// clears the token's hidden rows for the next launch, once all their readers have counted themselves.
 
 template <class C>
 struct Combine {
@@ -12,6 +13,8 @@ struct Combine {
   const float* topk_weights;
   Exchange<true> routes;
   unsigned short* out;
+  Exchange<C::kPublished> hidden;
+  unsigned* readers;  // as W2's
 
   template <class Segments>
   __device__ __forceinline__ void run(const Segments& segments, int token, int item) const {
@@ -37,5 +40,26 @@ struct Combine {
       }
     }
     if (column < kN) out[(long long)token * kN + column] = float_to_half(sum);
+    if constexpr (C::kPublished && !C::kLoadOnly) clear(segments, token, item);
+  }
+
+ private:
+  // The item's share of the token's hidden rows, a warp a row.
+  template <class Segments>
+  __device__ __forceinline__ void clear(const Segments& segments, int token, int item) const {
+    constexpr int kWarps = C::kThreads / 32;
+#pragma unroll 1
+    for (int choice = item * kWarps + warp_id(); choice < C::kTopK; choice += kItems * kWarps) {
+      const int slot = token * C::kTopK + choice;
+      if (!segments.routed(slot)) continue;
+      if (lane_id() == 0) {
+        while (load_relaxed(readers + slot) < W2<C>::kItems) {
+        }
+        readers[slot] = 0;
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int k = lane_id(); k < W2<C>::kK; k += 32) hidden.clear((long long)slot * W2<C>::kK + k);
+    }
   }
 };

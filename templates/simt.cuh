@@ -78,9 +78,12 @@ struct Simt {
     }
   }
 
-  // Multiplies `count` rows by the stream's tile; put(row, column in the tile, sum) takes what comes out.
-  template <class Put>
-  static __device__ __forceinline__ void multiply(Stream& stream, const Rows& rows, int split, int count, Put put) {
+  // Multiplies `count` rows by the stream's tile; put(row, column in the tile, sum) takes what comes out. ask() is called
+  // once, to ask for what is wanted afterwards.
+  template <class Ask, class Put>
+  static __device__ __forceinline__ void multiply(Stream& stream, const Rows& rows, int split, int count, Ask ask,
+                                                  Put put) {
+    ask();
     // A lone row, the common case under uniform routing, does not pay for the others.
     if (C::kRows == 1 || count == 1) {
       pass<1>(stream, rows, split, count, put);

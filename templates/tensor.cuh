@@ -240,9 +240,13 @@ struct Tensor {
     }
   };
 
+  // Two steps before the end, which with what follows them take about as long as an atomic's answer.
+  static constexpr int kAskAt = C::kUnroll > 2 ? C::kUnroll - 2 : 0;
+
   // As Simt::multiply.
-  template <class Put>
-  static __device__ __forceinline__ void multiply(Stream& stream, const Rows& rows, int split, int count, Put put) {
+  template <class Ask, class Put>
+  static __device__ __forceinline__ void multiply(Stream& stream, const Rows& rows, int split, int count, Ask ask,
+                                                  Put put) {
     const uint4* planes = nullptr;
     if constexpr (kStages) {
       const int plane = min(Lanes::index(), kPlanes * count - 1);
@@ -256,6 +260,7 @@ struct Tensor {
 #pragma unroll
       for (int u = 0; u < C::kUnroll; ++u) {
         const int next_row = base + u + kRowSteps;
+        if (u == kAskAt && base + C::kUnroll >= kSteps) ask();
         if constexpr (kStages) stream.rows[u % kRowSteps] = planes[4 * (base + u)];
         accumulate(stream.ring[u], stream.rows[u % kRowSteps], sums);
         // Into the registers just used: a load before the arithmetic would cost copies of them.

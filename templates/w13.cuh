@@ -28,9 +28,10 @@ struct W13 {
     return {tile * kTilePairs, C::kIntermediate - kTilePairs};
   }
 
-  // The open segment's columns of `item`, for all its rows.
-  template <class Segments>
-  __device__ __forceinline__ void run(Arena& arena, Segments& segments, int item) const {
+  // The open segment's columns of `item`, for all its rows. Calls `ask` once, when little
+  // is left to do.
+  template <class Segments, class Ask>
+  __device__ __forceinline__ void run(Arena& arena, Segments& segments, int item, Ask ask) const {
     const int split = warp_id() % C::kSplitK;
     const int tile = warp_id() / C::kSplitK;
     const TileColumns columns = columns_of(item * C::kTiles + tile);
@@ -41,7 +42,7 @@ struct W13 {
 #pragma unroll 1
     for (int from = 0; left > F::kPassRows; from += F::kPassRows) {
       left = segments.template rows<F::kPassRows>(from, slots);
-      if (left <= 0) return;
+      if (left <= 0) return ask();
       const int count = min(left, F::kPassRows);
       typename F::Stream stream(weights, segments.expert, columns, split);
       if constexpr (F::kStages) {
@@ -50,7 +51,9 @@ struct W13 {
       } else {
         stream.follow(split, count, row_of);
       }
-      F::multiply(stream, arena.rows, split, count, [&](int r, int c, float sum) { stage.sums[r][c] = sum; });
+      F::multiply(
+          stream, arena.rows, split, count, [&] { if (left <= F::kPassRows) ask(); },
+          [&](int r, int c, float sum) { stage.sums[r][c] = sum; });
       __syncthreads();
       finish(arena, slots, count, item);
       // Where rows are staged, the barrier after that keeps the sums until they are added up.

@@ -20,10 +20,11 @@ struct W2 {
   Exchange<C::kPublished> hidden;
   QuantizedTensors weights;
   Exchange<true> routes;
+  unsigned* readers;  // of each slot's hidden row, where that is published: how many items have read it
 
-  // The open segment's columns of `item`, for all its rows.
-  template <class Segments>
-  __device__ __forceinline__ void run(Arena& arena, Segments& segments, int item) const {
+  // As in W13. Counts itself among the readers of the rows where they await those.
+  template <class Segments, class Ask>
+  __device__ __forceinline__ void run(Arena& arena, Segments& segments, int item, Ask ask) const {
     const int split = warp_id() % C::kSplitK;
     const int tile = warp_id() / C::kSplitK;
     const int first = item * kColumns + tile * F::kTileColumns;
@@ -36,16 +37,21 @@ struct W2 {
 #pragma unroll 1
     for (int from = 0; left > F::kPassRows; from += F::kPassRows) {
       left = segments.template rows<F::kPassRows>(from, slots);
-      if (left <= 0) return;
+      if (left <= 0) return ask();
       const int count = min(left, F::kPassRows);
       // The weights are on their way before the rows are awaited.
       typename F::Stream stream(weights, segments.expert, {first, 0}, split);
       if constexpr (!C::kLoadOnly) F::stage_fp32(arena.rows, count, load);
       __syncthreads();
-      F::multiply(stream, arena.rows, split, count, [&](int r, int c, float sum) {
-        if constexpr (C::kSplitK > 1) stage.sums[r][c] = sum;
-        else routes.put((long long)slots[r] * kN + first + c, sum);
-      });
+      if constexpr (C::kPublished && !C::kLoadOnly) {
+        if (threadIdx.x < count) atomicAdd(readers + slots[threadIdx.x], 1u);
+      }
+      F::multiply(
+          stream, arena.rows, split, count, [&] { if (left <= F::kPassRows) ask(); },
+          [&](int r, int c, float sum) {
+            if constexpr (C::kSplitK > 1) stage.sums[r][c] = sum;
+            else routes.put((long long)slots[r] * kN + first + c, sum);
+          });
       if constexpr (C::kSplitK > 1) {
         __syncthreads();
         finish(arena, slots, count, item);

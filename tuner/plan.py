@@ -271,7 +271,8 @@ def items(contract: Contract, stage: Stage, tile: Tile) -> int:
 
 def _op(contract: Contract, config: Config, load_only: bool) -> Launch:
     slots = _slots(contract)
-    segments = 4 * (slots + contract.experts + -(-slots // 32)) + 8  # and two tickets
+    listed = 8 * min(slots, contract.experts)
+    segments = listed + 4 * (2 * slots + contract.experts + -(-contract.experts // 32) + 1) + 8  # and two tickets
     arena = _align(segments) + max(_arena(contract, stage, config.stage(stage)) for stage in STAGES)
     work = sum(items(contract, stage, config.stage(stage)) for stage in STAGES)
     return Launch(
