@@ -18,7 +18,7 @@ struct CompactArena {
   int experts[C::kMaxSlots];
   int ranks[C::kMaxSlots];    // of each slot among its expert's
   int before[C::kExperts];    // slots of an expert; then of those below it, as Below
-  int words[kExpertWords<C>];         // of 32 experts together, as Below
+  int words[kExpertWords<C>];  // of 32 experts together, as Below
 };
 
 // How many slots, and how many experts that have any, lie below: both in one number, so that one sum adds up both.
