@@ -48,7 +48,7 @@ def test_every_layout_gives_the_float64_result_rounded_once_and_in_every_plan_th
         for order in range(3):
             other = run(small, x, IDS, route_weights(IDS), config=config, name=name, order=order)
             assert got.out.tobytes() == other.out.tobytes(), (name, order)
-            if name != "fused":  # whose last reader of a hidden row clears it
+            if name != "fused":  # which clears hidden rows that all have read
                 assert got.hidden[routed].tobytes() == other.hidden[routed].tobytes(), (name, order)
 
 
@@ -78,6 +78,19 @@ def test_each_routed_row_is_multiplied_once_and_no_other_is(config: space.Config
     counts = work_counts(SMALL, ids, config, lambda source: source.text)
     routed = (ids >= 0) & (ids < SMALL.experts)
     assert all((count == routed.reshape(-1, 1)).all() for count in counts)
+
+
+@pytest.mark.parametrize("name", ["fused", "staged"])
+@pytest.mark.parametrize("ctas", [1, 3])
+def test_however_few_ctas_take_the_tickets_the_bits_are_the_same(name: plan.PlanName, ctas: int) -> None:
+    x = inputs(SMALL, len(IDS))
+    want = run(SMALL, x, IDS, route_weights(IDS), name=name)
+    made = plan.make(SMALL, space.default(SMALL), name)
+    one = plan.Linear(1)
+    fewer = [replace(launch, grid=(plan.Linear(ctas), one)) if launch.by_ticket else launch for launch in made.launches]
+    assert any(launch.by_ticket for launch in fewer)
+    made = replace(made, launches=tuple(fewer))
+    assert execute(made, render.render(made), x, IDS, route_weights(IDS)).out.tobytes() == want.out.tobytes()
 
 
 def test_configs_of_a_family_with_the_same_split_k_give_the_same_bits() -> None:

@@ -76,9 +76,10 @@ class Mutation:
 
 
 W2_FIRST = (
-    "const int ticket = arena.tickets[turn];",
+    "return arena.tickets[turn];",
     "const int drawn = arena.tickets[turn];\n"
-    "      const int ticket = drawn < combine_begin ? combine_begin - 1 - drawn : drawn;",
+    "      const int items = segments.count() * (First::kItems + Second::kItems);\n"
+    "      return drawn < items ? items - 1 - drawn : drawn;",
 )
 
 MUTATIONS = (
@@ -267,9 +268,9 @@ MUTATIONS = (
         config=FOUR_ROWS,
     ),
     Mutation(
-        "slots past the first 32 not looked at",
-        "word < tokens() * C::kTopK; word += 32",
-        "word < 32; word += 32",
+        "rows past a segment's first not looked at",
+        "slot != kEnd; slot = arena->next[slot]",
+        "slot != kEnd; slot = kEnd",
         TIMEOUT,
     ),
     Mutation(
@@ -289,16 +290,10 @@ MUTATIONS = (
         "barrier of the segments after ids", "(shared.experts);\n    __syncthreads();", "(shared.experts);", TIMEOUT
     ),
     Mutation(
-        "barrier of the segments after first slots",
-        "shared.experts[slot]], slot);\n    }\n    __syncthreads();",
-        "shared.experts[slot]], slot);\n    }",
+        "barrier of the segments after experts",
+        "1u << e % 32);\n    }\n    __syncthreads();",
+        "1u << e % 32);\n    }",
         TIMEOUT,
-    ),
-    Mutation(
-        "barrier of the segments after their bits",
-        "shared.firsts[word] = mask;\n    }\n    __syncthreads();",
-        "shared.firsts[word] = mask;\n    }",
-        REPORT,
     ),
     Mutation(
         "barrier between W13's staging and multiplying",
@@ -343,10 +338,16 @@ MUTATIONS = (
         "barrier after a ticket",
         "arena.tickets[turn] = next;\n      __syncthreads();",
         "arena.tickets[turn] = next;",
-        REPORT,
+        TIMEOUT,
     ),
-    Mutation("tickets in one place instead of two in turn", "arena.tickets[turn]", "arena.tickets[0]", REPORT),
+    Mutation("tickets in one place instead of two in turn", "arena.tickets[turn]", "arena.tickets[0]", PLAN),
     Mutation("warp's barrier after a pass's slots", "__syncwarp();\n    return found;", "return found;", REPORT),
+    Mutation(
+        "warp's barrier before a pass's slots",
+        "__syncwarp();  // the rows before these are done with\n    int found",
+        "int found",
+        TIMEOUT,
+    ),
     Mutation(
         "warp's barrier before a pass's listed slots",
         "__syncwarp();  // the rows before these are done with\n    const int left",
@@ -510,32 +511,25 @@ MUTATIONS = (
         "if constexpr (kPublished) store_relaxed(words + at, __float_as_uint(value));",
         FLOAT64,
     ),
+    Mutation("hidden rows not cleared", "hidden.clear((long long)slot * W2<C>::kK + k);", ";", REPORT),
+    Mutation("half of each hidden row not cleared", "k < W2<C>::kK; k += 32", "k < W2<C>::kK / 2; k += 32", REPORT),
     Mutation(
-        "hidden rows cleared a reader early", "Second::kItems - 1) return;", "Second::kItems - 2) return;", TIMEOUT
-    ),
-    Mutation("hidden rows cleared by none", "Second::kItems - 1) return;", "Second::kItems) return;", REPORT),
-    Mutation(
-        "hidden rows not cleared",
-        "second.hidden.clear((long long)slots[r] * Second::kK + k);",
-        ";",
-        REPORT,
-    ),
-    Mutation("half of each hidden row not cleared", "k < Second::kK; k += 32", "k < Second::kK / 2; k += 32", REPORT),
-    Mutation(
-        "hidden rows of the first pass alone cleared",
-        "for (int from = 0; left > kRows; from += kRows) {",
-        "for (int from = 0; from == 0; from += kRows) {",
-        REPORT,
-    ),
-    Mutation("readers of hidden rows not counted anew", "if (lane_id() == 0) *readers = 0;", "", REPORT),
-    Mutation("routes not cleared", "routes.clear((long long)(base + c) * kN + column);", "", REPORT),
-    Mutation("ticket counter not closed", "*counters = 0;", ";", REPORT),
-    Mutation(
-        "ticket counter closed by the first to find no work",
-        "ticket == end + (int)gridDim.x - 1",
-        "ticket == end",
+        "hidden rows of each item's first warp alone cleared",
+        "item * kWarps + warp_id(); choice",
+        "item * kWarps; choice",
         TIMEOUT,
     ),
+    Mutation(
+        "one reader of a pass counted",
+        "if (threadIdx.x < count) atomicAdd(readers",
+        "if (threadIdx.x < 1) atomicAdd(readers",
+        TIMEOUT,
+        config=FOUR_ROWS,
+    ),
+    Mutation("readers of hidden rows not counted anew", "readers[slot] = 0;", ";", REPORT),
+    Mutation("routes not cleared", "routes.clear((long long)(base + c) * kN + column);", "", REPORT),
+    Mutation("ticket counter not closed", "*counters = 0u;", ";", REPORT),
+    Mutation("ticket counter closed by the first to find no work", "past == (int)gridDim.x - 1", "past == 0", TIMEOUT),
     # Tensor cores
     Mutation(
         "tensor cores: octet taken from the wrong lanes",
@@ -697,7 +691,7 @@ MUTATIONS = (
         "tensor cores: barrier between W2's staging and multiplying",
         "F::stage_fp32(arena.rows, count, load);\n      __syncthreads();",
         "F::stage_fp32(arena.rows, count, load);",
-        TIMEOUT,
+        FLOAT64,
         config=TENSOR,
     ),
     Mutation(
@@ -774,36 +768,35 @@ MUTATIONS = (
         "id >= 0 ?",
         edge("expert map shorter than the experts"),
     ),
+    Mutation("segments begun at their last slot", "shared.first[e] != slot", "shared.next[slot] != kEnd", TIMEOUT),
+    Mutation("experts' slots that end in slot 0", "shared.first[e] = kEnd;", "shared.first[e] = 0;", TIMEOUT),
+    Mutation("experts' bits begun with all", "shared.present[word] = 0u;", "shared.present[word] = ~0u;", REPORT),
     Mutation(
-        "every slot a segment of its own",
-        "slot < slots && routed(slot) && shared.first[shared.experts[slot]] == slot",
-        "slot < slots && routed(slot)",
-        TIMEOUT,
+        "segments of the first 32 experts alone counted", "below(shared, kWords)", "below(shared, 1)", TIMEOUT, MANY
     ),
-    Mutation("experts' first slots begun at 0", "shared.first[e] = C::kMaxSlots;", "shared.first[e] = 0;", TIMEOUT),
     Mutation(
-        "segments of the first 32 slots alone counted",
-        "segments += __popc(shared.firsts[word]);",
-        "segments = __popc(shared.firsts[0]);",
-        TIMEOUT,
-        MANY,
+        "segment's number not counted on from word to word", "below(shared, e / 32) + lower", "lower", TIMEOUT, MANY
     ),
-    Mutation("segments of later words looked for in the first", "base += 32;\n    }", "}", TIMEOUT, MANY),
-    Mutation("segment's number not counted on from word to word", "i -= __popc(firsts);", "", REPORT, MANY),
-    Mutation(
-        "first segment of a word for each of them",
-        "(1u << lane_id()) - 1u)) == i;",
-        "(1u << lane_id()) - 1u)) == 0;",
-        TIMEOUT,
-    ),
+    Mutation("a word's segments in one place", "((1u << e % 32) - 1u)", "0u", TIMEOUT),
     Mutation(
         "slots of padding tokens among a small step's",
         "lane_id() < routing.live() * C::kTopK ? routed_to : -1",
         "routed_to",
-        edge("no live token"),
+        edge("ids below 0"),
     ),
     Mutation(
-        "segments of a small step not handed on", "shared.firsts[0] = firsts;", ";", edge("ids below 0"), hangs=True
+        "segments of a small step not handed on",
+        "if (leads) shared.segments",
+        "if (false) shared.segments",
+        edge("ids below 0"),
+        hangs=True,
+    ),
+    Mutation(
+        "slots of a small step not linked",
+        "above == 0u ? kEnd : __ffs(above) - 1",
+        "kEnd",
+        edge("int64 ids"),
+        hangs=True,
     ),
     Mutation(
         "experts of a small step not handed on",
@@ -874,10 +867,16 @@ MUTATIONS = (
 # What no check finds, since the result stays right; for each, why.
 EQUIVALENT = (
     Mutation(
-        "warp's barrier before a pass's slots",
-        "__syncwarp();  // the rows before these are done with\n    int found",
-        "int found",
-        "the ballot that finds them has every lane wait as well; what it promises of memory is less",
+        "hidden rows cleared a reader early",
+        "< W2<C>::kItems) {",
+        "< W2<C>::kItems - 1) {",
+        "one worker brings W2's items to their end before any token's; on a GPU they overlap",
+    ),
+    Mutation(
+        "tokens' outputs past the first CTAs' left out",
+        "item += gridDim.x) {",
+        "item += 1 << 20) {",
+        "there is a CTA for each item here; where a GPU holds fewer, a CTA makes several outputs",
     ),
     Mutation(
         "rows past the last read as shared memory has them",

@@ -28,10 +28,10 @@ def test_the_fused_plan_is_one_launch_with_a_cta_for_each_item_at_most() -> None
     # 40 slots, each perhaps an expert's only one: 5 items of W13 (10 tiles in twos) and 5 of W2 (80 in sixteens).
     assert [op.grid[0].at(4), op.grid[1].at(4)] == [40 * (5 + 5), 1]
     assert op.block == 512
-    # The contract runs 40 tokens: 400 slots' experts, 512 experts' first slots, 13 words of bits, two tickets; W13's
-    # rows, 2 of 2560 floats, sums of 16 warps, and their slots.
-    assert op.shared.at(4) == 3712 + 2 * 2560 * 4 + 16 * 2 * 32 * 4 + 16 * 2 * 4
-    assert -(-4 * (400 + 512 + 13 + 2) // 16) * 16 == 3712
+    # The contract runs 40 tokens: 400 segments' experts and first slots, 400 slots' experts and next slots, 512
+    # experts' first slots and 16 words of bits, a count, two tickets; W13's rows, 2 of 2560 floats, sums of 16 warps, their slots.
+    assert op.shared.at(4) == 8528 + 2 * 2560 * 4 + 16 * 2 * 32 * 4 + 16 * 2 * 4
+    assert -(-4 * (2 * 400 + 2 * 400 + 512 + 16 + 1 + 2) // 16) * 16 == 8528
 
 
 def test_the_staged_plans_w2_takes_tickets_and_its_w13_does_not() -> None:
