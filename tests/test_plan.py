@@ -28,8 +28,8 @@ def test_the_fused_plan_is_one_launch_with_a_cta_for_each_item_at_most() -> None
     # 40 slots, each perhaps an expert's only one: 5 items of W13 (10 tiles in twos) and 5 of W2 (80 in sixteens).
     assert [op.grid[0].at(4), op.grid[1].at(4)] == [40 * (5 + 5), 1]
     assert op.block == 512
-    # The contract runs 40 tokens: 400 segments' experts and first slots, 400 slots' experts and next slots, 512
-    # experts' first slots and 16 words of bits, a count, two tickets; W13's rows, 2 of 2560 floats, sums of 16 warps, their slots.
+    # 40 tokens at most: experts and first slots of 400 segments, experts and next slots of 400 slots, first slots
+    # of 512 experts and 16 words of bits, a count, two tickets; W13's rows, 2 of 2560 floats, 16 warps' sums and slots.
     assert op.shared.at(4) == 8528 + 2 * 2560 * 4 + 16 * 2 * 32 * 4 + 16 * 2 * 4
     assert -(-4 * (2 * 400 + 2 * 400 + 512 + 16 + 1 + 2) // 16) * 16 == 8528
 
