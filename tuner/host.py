@@ -138,7 +138,7 @@ class _Report(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("claimed", "fault")),
         *((name, ctypes.c_uint) for name in ("block_x", "block_y", "thread", "other", "other_x", "other_y")),
         *((name, ctypes.c_int) for name in ("line", "write")),
-        *((name, ctypes.c_uint64) for name in ("address", "pc", "arena", "arena_bytes")),
+        *((name, ctypes.c_uint64) for name in ("address", "pc", "caller", "arena", "arena_bytes")),
         ("detail", ctypes.c_char * 96),
         *((name, ctypes.c_uint64) for name in ("next", "finished")),
         ("waits", _Wait * 1024),
@@ -267,7 +267,7 @@ def _told(launch: Launch, path: Path, memory: Memory, report: _Report) -> str:
     fault = _FAULTS[report.fault]
     # An overrun of shared memory is found when its CTA ends, whoever did it.
     thread = "some thread" if fault == "shared overrun" else f"thread {report.thread}"
-    line = report.line or _line(launch, path, report.pc)
+    line = report.line or _line(launch, path, report.pc) or _line(launch, path, report.caller)
     at = f", line {line}" if line else ""
     what = _happened(fault, report, memory, launch.block)
     return f"kernel {launch.kernel}, block ({report.block_x},{report.block_y}), {thread}{at}: {what}"

@@ -45,7 +45,7 @@ struct Report {
   int claimed, fault;
   unsigned block_x, block_y, thread, other, other_x, other_y;
   int line, write;
-  uint64_t address, pc, arena, arena_bytes;
+  uint64_t address, pc, caller, arena, arena_bytes;
   char detail[96];
   uint64_t next, finished;
   Wait waits[kThreads];
@@ -145,7 +145,7 @@ void on_signal(int number, siginfo_t* info, void* context) {
   pc = static_cast<uint64_t>(registers[REG_RIP]) - reinterpret_cast<uint64_t>(&__ehdr_start);
   write = registers[REG_ERR] >> 1 & 1;  // the page fault's error code
 #endif
-  if (called_from) pc = called_from;
+  report->caller = caller();
   if (number == SIGTERM) fault(kTimeout, {.pc = pc});
   if (number != SIGSEGV && number != SIGBUS) fault(kSignal, {.address = static_cast<uint64_t>(number), .pc = pc});
   const bool on_stacks = address - reinterpret_cast<uint64_t>(stacks) < launch.block * (kPage + kStack);
@@ -332,6 +332,7 @@ void open_pages(char* address, size_t bytes) {
   if (launch.shared) {
     arena = launch.order & 1 ? arena_pages : arena_pages + arena_page_bytes - (launch.shared + 15) / 16 * 16;
   }
+  find_operands();
   uses = reinterpret_cast<Use*>(map(launch.shared / 4 * sizeof(Use) + sizeof(Use), PROT_READ | PROT_WRITE));
   stacks = map(launch.block * (kPage + kStack), PROT_NONE);
   for (unsigned thread = 0; thread < launch.block; ++thread) {
@@ -377,17 +378,18 @@ static void multiply_add(const unsigned long long* values) {
   constexpr unsigned K = 8;
   for (unsigned quadpair = 0; quadpair < 4; ++quadpair) {
     const voltune_mma_operands* lanes[8];
-    double b[K][8];
+    float b[K][8];  // floats, which a CPU converts to where it has no way from f16 to double
     for (unsigned p = 0; p < 8; ++p) {
       lanes[p] = reinterpret_cast<const voltune_mma_operands*>(values[quadpair * 4 + p % 4 + p / 4 * 16]);
       for (unsigned k = 0; k < K; ++k) b[k][p] = half_to_float(lanes[p]->b[k / 2] >> (k % 2 * 16));
     }
     for (unsigned c = 0; c < 4; ++c) {
       for (unsigned row = 0; row < 8; ++row) {
+        float a[K];
         double sums[8] = {};
+        for (unsigned k = 0; k < K; ++k) a[k] = half_to_float(lanes[row]->a[c][k / 2] >> (k % 2 * 16));
         for (unsigned k = 0; k < K; ++k) {
-          const double a = half_to_float(lanes[row]->a[c][k / 2] >> (k % 2 * 16));
-          for (unsigned column = 0; column < 8; ++column) sums[column] += a * b[k][column];
+          for (unsigned column = 0; column < 8; ++column) sums[column] += static_cast<double>(a[k]) * b[k][column];
         }
         for (unsigned column = 0; column < 8; ++column) {
           float& d = lanes[(row & 5) | (column & 2)]->d[8 * c + ((row & 2) | (column & 5))];
@@ -475,9 +477,9 @@ EXPORT Run* voltune_start(const Launch* wanted) {
     return nullptr;
   }
   run->report = static_cast<Report*>(shared);
-  stores = reinterpret_cast<uint64_t*>(run->report + 1);
-  released = reinterpret_cast<Released*>(stores + words);
-  auto* order = reinterpret_cast<unsigned*>(released + blocks);
+  auto* kept = reinterpret_cast<uint64_t*>(run->report + 1);
+  auto* let_out = reinterpret_cast<Released*>(kept + words);
+  auto* order = reinterpret_cast<unsigned*>(let_out + blocks);
   uint64_t state = wanted->order;
   fill_order(order, blocks, wanted->order, state);
   // No handler of the caller's may run in a worker: signals wait until the worker has set its own.
@@ -490,6 +492,8 @@ EXPORT Run* voltune_start(const Launch* wanted) {
     if (pid == 0) {
       report = run->report;
       launch = *wanted;
+      stores = kept;
+      released = let_out;
       work(order, blocks);
     }
     if (pid < 0) {
