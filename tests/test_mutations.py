@@ -287,26 +287,26 @@ MUTATIONS = (
     ),
     # Barriers
     Mutation(
-        "barrier of the segments after ids", "(shared.experts);\n    __syncthreads();", "(shared.experts);", TIMEOUT
+        "barrier of the segments after ids", "(shared.experts);\n    __syncthreads();", "(shared.experts);", REPORT
     ),
     Mutation(
         "barrier of the segments after experts",
         "1u << e % 32);\n    }\n    __syncthreads();",
         "1u << e % 32);\n    }",
-        TIMEOUT,
+        REPORT,
     ),
     Mutation(
         "barrier between W13's staging and multiplying",
         "F::stage(arena.rows, count, row_of);\n        __syncthreads();",
         "F::stage(arena.rows, count, row_of);",
-        FLOAT64,
+        REPORT,
     ),
-    Mutation("barrier before W13 adds the parts", "__syncthreads();\n      finish(", "finish(", FLOAT64),
+    Mutation("barrier before W13 adds the parts", "__syncthreads();\n      finish(", "finish(", REPORT),
     Mutation(
         "barrier after W13 has added the parts, where no rows are staged",
         "if (!F::kStages && left > F::kPassRows) __syncthreads();",
         "",
-        ORDERS,
+        REPORT,
         config=TENSOR,
     ),
     Mutation(
@@ -319,20 +319,20 @@ MUTATIONS = (
         "barrier between W2's staging and multiplying",
         "F::stage_fp32(arena.rows, count, load);\n      __syncthreads();",
         "F::stage_fp32(arena.rows, count, load);",
-        FLOAT64,
+        REPORT,
     ),
     Mutation(
         "barrier before W2 adds the parts",
         "__syncthreads();\n        finish(",
         "finish(",
-        FLOAT64,
+        REPORT,
         config=W2_SPLIT,
     ),
     Mutation(
         "barrier before W2 stages the next rows",
         "__syncthreads();  // the next pass stages",
         "// the next pass stages",
-        FLOAT64,
+        REPORT,
     ),
     Mutation(
         "barrier after a ticket",
@@ -529,7 +529,7 @@ MUTATIONS = (
     Mutation("readers of hidden rows not counted anew", "readers[slot] = 0;", ";", REPORT),
     Mutation("routes not cleared", "routes.clear((long long)(base + c) * kN + column);", "", REPORT),
     Mutation("ticket counter not closed", "*counters = 0u;", ";", REPORT),
-    Mutation("ticket counter closed by the first to find no work", "past == (int)gridDim.x - 1", "past == 0", TIMEOUT),
+    Mutation("ticket counter closed by the first to find no work", "past == (int)gridDim.x - 1", "past == 0", REPORT),
     # Tensor cores
     Mutation(
         "tensor cores: octet taken from the wrong lanes",
@@ -691,7 +691,7 @@ MUTATIONS = (
         "tensor cores: barrier between W2's staging and multiplying",
         "F::stage_fp32(arena.rows, count, load);\n      __syncthreads();",
         "F::stage_fp32(arena.rows, count, load);",
-        FLOAT64,
+        REPORT,
         config=TENSOR,
     ),
     Mutation(
@@ -777,7 +777,7 @@ MUTATIONS = (
     Mutation(
         "segment's number not counted on from word to word", "below(shared, e / 32) + lower", "lower", TIMEOUT, MANY
     ),
-    Mutation("a word's segments in one place", "((1u << e % 32) - 1u)", "0u", TIMEOUT),
+    Mutation("a word's segments in one place", "((1u << e % 32) - 1u)", "0u", REPORT),
     Mutation(
         "slots of padding tokens among a small step's",
         "lane_id() < routing.live() * C::kTopK ? routed_to : -1",
@@ -941,7 +941,7 @@ class Mutant:
 @pytest.fixture(autouse=True)
 def _quick_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant is compiled for a few runs of a tenth of a second."""
-    monkeypatch.setattr(host, "_FLAGS", tuple("-O0" if flag == "-O2" else flag for flag in host._FLAGS))
+    monkeypatch.setattr(host, "_FLAGS", tuple("-Og" if flag == "-O2" else flag for flag in host._FLAGS))
 
 
 @lru_cache
