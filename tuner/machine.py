@@ -16,6 +16,7 @@ claimed: they agree within 2^-20 of the sum of |products|. MUFU's estimates are 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import shutil
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,8 @@ _FLAGS = (
     *("-fwrapv", "-fno-strict-aliasing", "-fno-exceptions", "-fvisibility=hidden", "-fPIC", "-shared", "-w"),
 )
 _AT_ONCE = 1 << 20  # instructions between two looks at the clock
+_NO_BARRIER = 2**64 - 1
+_ENDED, _FAULT = 1, 2  # of machine_run: 0 for more to do, 3 for the barrier that was asked for
 _MOST_CODE = 1 << 15  # instructions of a kernel: a trace keeps their number in 15 bits
 _PARAMETERS = sass.PARAMETERS
 _STACK = 0x28  # in constant bank 0: where a thread's stack begins, at the end of its local memory
@@ -83,7 +86,7 @@ def _library() -> ctypes.CDLL:
     )
     library.machine_new.restype = ctypes.c_void_p
     library.machine_new.argtypes = (ctypes.POINTER(_Setup),)
-    library.machine_run.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+    library.machine_run.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
     library.machine_report.restype = ctypes.POINTER(_Report)
     library.machine_tallies.restype = ctypes.c_void_p
     library.machine_barriers.restype = ctypes.c_uint64
@@ -196,6 +199,55 @@ def execute(
     return memory.outputs(plan)
 
 
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One CTA's first item. start: TALLY [instructions] until it knows its ticket; item: from there until it knows
+    the next, over all warps of the CTA."""
+
+    code: tuple[Micro, ...]
+    start: np.ndarray
+    item: np.ndarray
+
+
+def item(plan: Plan, image: Image, operands: Operands, tokens: int, ticket: int, timeout_s: float = 60.0) -> Item:
+    """Executes one CTA of the fused plan's launch that finds `ticket` next, until it has done that item.
+
+    The step is as if other CTAs had done all before it: what is handed on is there, as zeros, so that nothing waits.
+    `ticket` counts the items of W13, then of W2, then of combine. Raises as `execute` does.
+    """
+    (launch,) = plan.launches
+    memory = Memory(plan, operands, tokens, flush_right=True)
+    for buffer in plan.buffers:
+        if buffer.role == "counters" and buffer.name != "COUNTERS":
+            memory.results[buffer.name].view(np.uint32)[...] = 0xFFFFFFFF  # zero, as it is published
+    next_ticket = memory.results["COUNTERS"]
+    next_ticket[0] = ticket
+    code = _decoded(image)
+    run = _Run(launch, image, code, memory, 1, gpu.device(DEVICE))
+    deadline = time.monotonic() + timeout_s
+    at: list[np.ndarray] = []  # tallies at each barrier
+    known: list[int] = []  # those barriers after which a CTA took another ticket: there it knew one
+    with run.started(counted=True) as machine:
+        before = ticket + 1
+        while len(known) < 2 and not run.go_on(machine, deadline, timeout_s, len(at) + 1):
+            if at and next_ticket[0] > before:
+                known.append(len(at) - 1)
+            before = int(next_ticket[0])
+            at.append(run.tallies(machine))
+    end = known[1] if len(known) > 1 else len(at) - 1  # the step's last ticket is followed by none
+    return Item(code, at[known[0]], _difference(at[end], at[known[0]]))
+
+
+_decoded = lru_cache(maxsize=2)(microcode.decode)  # items of one image are asked for one after another
+
+
+def _difference(later: np.ndarray, before: np.ndarray) -> np.ndarray:
+    found = np.empty_like(later)
+    for name in _TALLIED.split():
+        found[name] = later[name] - before[name]
+    return found
+
+
 class _Run:
     """One launch of one kernel."""
 
@@ -213,10 +265,23 @@ class _Run:
         self._constants = self._bank_0()
 
     def execute(self, deadline: float, timeout_s: float, counted: bool, trace: Text | None) -> Executed:
-        library, launch = _library(), self._launch
+        sink = trace(self._launch, self._image, self._code, self._grid, self._shared) if trace else None
+        with self.started(counted, sink) as machine:
+            self.go_on(machine, deadline, timeout_s)
+            if sink:
+                for part in _parts(machine):
+                    sink.write(part)
+            ran = _library().machine_report(machine).contents.instructions
+            return Executed(
+                *(self._launch, self._image, self._code, self._grid, self._resident, ran, self.tallies(machine)),
+                *(_library().machine_chain(machine), _library().machine_barriers(machine)),
+            )
+
+    @contextlib.contextmanager
+    def started(self, counted: bool, sink: Sink | None = None) -> Iterator[int]:
+        """A machine before its first instruction."""
         table = b"".join(each.packed(self._constant(each)) for each in self._code)
         ranges = list(self._ranges())
-        sink = trace(launch, self._image, self._code, self._grid, self._shared) if trace else None
         pieces = [text.encode() for pair in sink.pieces for text in pair] if sink else []
         texts = (ctypes.c_char_p * len(pieces))(*pieces)
         held = ctypes.create_string_buffer(table, len(table)), ctypes.create_string_buffer(self._constants)
@@ -224,34 +289,34 @@ class _Run:
         setup = _Setup(
             *(ctypes.addressof(held[0]), ctypes.addressof(held[1]), ctypes.addressof(places)),
             *(ctypes.addressof(texts) if sink else None, self._l2),
-            *(len(self._code), len(self._constants), len(ranges), *self._grid, launch.block),
+            *(len(self._code), len(self._constants), len(ranges), *self._grid, self._launch.block),
             *(self._shared, self._image.registers, self._image.local_bytes, self._order, self._resident, counted),
         )
-        machine = library.machine_new(ctypes.byref(setup))
+        machine = _library().machine_new(ctypes.byref(setup))
         try:
-            status = library.machine_run(machine, _AT_ONCE)
-            while status == 0:
-                if time.monotonic() > deadline:
-                    ran = library.machine_report(machine).contents.instructions
-                    raise TrialTimeout(
-                        f"kernel {launch.kernel}: had not ended after {timeout_s:g} s and {ran} warp instructions: an "
-                        "endless loop, or CTAs that wait for what none will bring"
-                    )
-                status = library.machine_run(machine, _AT_ONCE)
-            report = library.machine_report(machine).contents
-            if status == 2:
-                raise LaunchFailed(self._told(report))
-            if sink:
-                for part in _parts(library, machine):
-                    sink.write(part)
-            size = len(self._code) * TALLY.itemsize
-            tallies = np.frombuffer(ctypes.string_at(library.machine_tallies(machine), size), TALLY)
-            return Executed(
-                *(launch, self._image, self._code, self._grid, self._resident, report.instructions, tallies),
-                *(library.machine_chain(machine), library.machine_barriers(machine)),
-            )
+            yield machine
         finally:
-            library.machine_free(machine)
+            _library().machine_free(machine)
+
+    def go_on(self, machine: int, deadline: float, timeout_s: float, barriers: int = _NO_BARRIER) -> bool:
+        """To the launch's end, or to where CTAs have passed so many barriers; whether it is the end."""
+        status = 0
+        while status == 0:
+            status = _library().machine_run(machine, _AT_ONCE, barriers)
+            if status == 0 and time.monotonic() > deadline:
+                ran = _library().machine_report(machine).contents.instructions
+                raise TrialTimeout(
+                    f"kernel {self._launch.kernel}: had not ended after {timeout_s:g} s and {ran} warp instructions: "
+                    "an endless loop, or CTAs that wait for what none will bring"
+                )
+        if status == _FAULT:
+            raise LaunchFailed(self._told(_library().machine_report(machine).contents))
+        return status == _ENDED
+
+    def tallies(self, machine: int) -> np.ndarray:
+        """TALLY [instructions], up to now."""
+        found = ctypes.string_at(_library().machine_tallies(machine), len(self._code) * TALLY.itemsize)
+        return np.frombuffer(found, TALLY)
 
     def _ranges(self) -> Iterator[_Range]:
         """The operands. Counts and traces place them one after another, so that no run differs from another."""
@@ -345,10 +410,10 @@ FAULTS = (
 )  # machine.cpp's Fault
 
 
-def _parts(library: ctypes.CDLL, machine: int) -> Iterator[bytes]:
+def _parts(machine: int) -> Iterator[bytes]:
     size = ctypes.c_uint64()
     while True:
-        text = library.machine_text(machine, ctypes.byref(size))
+        text = _library().machine_text(machine, ctypes.byref(size))
         if not size.value:
             return
         yield ctypes.string_at(text, size.value)
