@@ -14,7 +14,7 @@ from tuner.errors import CodeFault, MissingTool
 from tuner.machine import Executed
 from tuner.model import Resources
 from tuner.space import Config
-from tuner.work import Work
+from tuner.work import Work, assumed
 
 V100 = model.device(machine.DEVICE)
 #: qwen38-tp4's own sizes with fewer experts, so that some have several rows.
@@ -130,3 +130,17 @@ def test_a_warps_pipes_are_of_instructions_that_the_machine_executes() -> None:
     known = {each.split(".")[0] for each in np.unique([row.split("_")[0] for row in machine.microcode.OPERATIONS])}
     assert {*items._FP32, *items._INTEGER} <= known
     assert not set(items._FP32) & set(items._INTEGER)
+
+
+@pytest.mark.parametrize("name", sorted(small.LAYOUTS))
+def test_what_is_assumed_of_sm_70_is_near_what_is_counted(name: str) -> None:
+    # What guesses rest on, which choose what is built.
+    of = replace(small.LAYOUTS[name], hidden=2560, intermediate=192)
+    tensor = space.parse("tensor-t1-k8-u2-r8+tensor-t8-k1-u3-r4+m384")
+    for config in [space.default(of), *([tensor] if "tensor" in space.families(of) else [])]:
+        counted = items.work(of, config, image(of, config))
+        supposed = assumed(of, config, V100, model.FITTED.instructions)
+        for stage in space.STAGES:
+            mine, theirs = supposed.stage(stage), counted.stage(stage)
+            assert mine.lone.total == pytest.approx(theirs.lone.total, rel=0.2), (config.key(), stage)
+            assert mine.full.total == pytest.approx(theirs.full.total, rel=0.2), (config.key(), stage)

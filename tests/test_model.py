@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from tuner import contract, model, plan, routing, space, work
+from tuner import contract, model, plan, routing, space
 from tuner.errors import InvalidConfig, RequestError
 from tuner.model import Device, Prediction, Resources
 from tuner.space import STAGES, Config, Stage
-from tuner.work import Mix, StageWork, Work
+from tuner.work import Mix, StageWork, Work, assumed
 
 QWEN = contract.load("qwen38-tp4")
 V100 = model.device("V100-PCIE-32GB")
@@ -205,7 +205,7 @@ def test_what_is_assumed_is_what_is_predicted_without_a_work() -> None:
     for config in (TENSOR, SIMT):
         made = plan.make(QWEN, config)
         resources = Resources(128, made.launch("op").shared.at(8))
-        known = work.assumed(QWEN, config, H200, model.FITTED.instructions)
+        known = assumed(QWEN, config, H200, model.FITTED.instructions)
         given = model.predict(QWEN, made, resources, uniform(8), 8, H200, work=known)
         assert given == model.predict(QWEN, made, resources, uniform(8), 8, H200)
 

@@ -22,10 +22,11 @@ DATA_FLOW = "counted from the data flow"
 # What no layout can do without, a group and column: f16 scale and 4-bit zero point. It is also what the awq layout has.
 FLOOR_STATS_BYTES = 2.5
 
-# A warp's, from that compute capability on.
-TENSOR_STEP = {70: 147.0, 80: 65.0}  # a step
-# On the ordinary cores a weight costs one FADD, one FFMA a row, and LOP3s, of which sm_70's compiler makes more.
-WEIGHT_LOGIC = {70: 3, 80: 1}
+# A warp's instructions, from that compute capability on. On tensor cores a step, by the bytes of its statistics:
+TENSOR_STEP = {3: {70: 147.0, 80: 65.0}, 4: {70: 202.0, 80: 65.0}}
+# On the ordinary cores a weight costs one FADD, one FFMA a row, and LOP3s: sm_70's compiler makes two of a mask and an
+# exponent, and one more a weight goes into the zero points of sm70-u4.
+WEIGHT_LOGIC = {"sm70-u4": {70: 3, 80: 1}, "awq": {70: 2, 80: 1}}
 ROW_INSTRUCTIONS = {70: 6, 80: 16}  # a step and row: read eight activations, scale the sums
 STATS_INSTRUCTIONS = 30  # a step and four columns of a lane: load, unpack, convert
 STEP_INSTRUCTIONS = 12  # a step: addresses, loop, the load itself
@@ -124,17 +125,18 @@ def _assumed(contract: Contract, stage: Stage, tile: Tile, dev: Device, besides:
     staged = STAGE_INSTRUCTIONS * gemm.k / 8 / tile.threads if tile.family == "simt" else 0.0
     row = Mix(staged, sectors=gemm.k * (2 if stage == "w13" else 4) / warps / SECTOR)
     if tile.family == "tensor":
-        lone = full = Mix(_since(TENSOR_STEP, dev), sectors=sectors)
+        lone = full = Mix(_since(TENSOR_STEP[contract.stats_bytes], dev), sectors=sectors)
     else:
-        lone, full = (_simt_step(columns, rows, sectors, dev) for rows in (1, tile.rows))
+        lone, full = (_simt_step(contract, rows, sectors, dev) for rows in (1, tile.rows))
     return StageWork(item=Mix(), one=row + Mix(besides), row=row, lone=lone, full=full)
 
 
-def _simt_step(columns: int, rows: int, sectors: float, dev: Device) -> Mix:
+def _simt_step(contract: Contract, rows: int, sectors: float, dev: Device) -> Mix:
+    columns = tile_columns(contract)
     weights = STEP * columns / WARP  # of a lane
     stats, row = STATS_INSTRUCTIONS * columns / 32, _since(ROW_INSTRUCTIONS, dev)
     fp32 = weights * (1 + rows) + stats / 2 + rows * row / 2
-    integer = weights * _since(WEIGHT_LOGIC, dev) + stats / 2 + STEP_INSTRUCTIONS
+    integer = weights * _since(WEIGHT_LOGIC[contract.layout], dev) + stats / 2 + STEP_INSTRUCTIONS
     return Mix(fp32 + integer + rows * row / 2, fp32, integer, sectors=sectors)
 
 
