@@ -32,9 +32,9 @@ from tuner.work import Mix, StageWork, Work
 
 BASIS = "executed as sm_70 code on CPU"
 
-# Volta's pipes: multiplications go with the fp32 ones, comparisons and selections with the integer ones.
+# By NVIDIA's description of a GV100's pipes: FMA takes fp32 arithmetic and IMAD; ALU other integers, logic, and moves.
 _FP32 = ["FADD", "FMUL", "FFMA", "IMAD"]
-_INTEGER = ["IADD3", "IABS", "ISETP", "LOP3", "SHF", "LEA", "PRMT", "SEL", "FMNMX", "FSEL", "FSETP"]
+_INTEGER = ["IADD3", "IABS", "ISETP", "LOP3", "SHF", "LEA", "PRMT", "SEL", "MOV", "FMNMX", "FSEL", "FSETP"]
 #: Files of this folder that the counts hang on.
 SOURCES = ("items.py", "machine.py", "machine.cpp", "machine_step.h", "microcode.py", "sass.py", "dataflow.py")
 
