@@ -20,8 +20,8 @@ ORDER = (
     *("errors", "nvml", "worker", "cache", "chain", "cuda"),
     *("contract", "awq", "checkpoint", "routing", "reference"),
     *("space", "plan", "render", "build", "sass", "dataflow", "microcode", "memory", "host", "device", "gpu"),
-    *("machine", "counts", "trace", "model", "evidence"),
-    *("cases", "verify", "gate", "dense", "trial", "measure", "probing", "evaluate"),
+    *("machine", "counts", "trace", "work", "model", "evidence"),
+    *("cases", "verify", "gate", "dense", "trial", "measure", "probing", "items", "evaluate"),
     *("ledger", "search", "choose", "winners", "golden", "frozen", "export", "probe", "answer", "report", "bench"),
     *("calibrate", "probed", "options", "jobs", "checks", "executed", "inspection", "doctor"),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner import calibrate, contract, model, space
+from tuner import calibrate, contract, items, model, space
 from tuner.calibrate import Observation, Quality
 from tuner.errors import RequestError
 
@@ -96,6 +96,20 @@ def test_configurations_of_one_kernel_count_once_with_their_mean(tmp_path: Path)
     assert [each.us for each in found] == [11.0, 15.0]  # 256 threads: two CTAs an SM, and three
     assert found[0].resources == model.Resources(128, 9000, 0)
     assert str(found[0].level) == "qwen38-tp4, H200, 4 tokens, uniform"
+
+
+def test_a_v100s_kernels_are_predicted_by_what_their_code_does(tmp_path: Path) -> None:
+    file = tmp_path / "some.csv"
+    good, spills = "tensor-t1-k8-u2-r8+tensor-t8-k1-u5-r4+m512", KEY
+    rows = f"4,uniform,{good},50.0,128,0,9000\n4,uniform,{spills},60.0,128,144,9000\n"
+    file.write_text(HEADER + rows)
+    assert [each.work for each in calibrate.read([file])] == [None, None]
+    file.write_text(HEADER.replace("NVIDIA H200", "Tesla V100-PCIE-32GB") + rows)
+    counted, assumed = calibrate.read([file])
+    assert counted.work is not None
+    assert counted.work.basis == items.BASIS
+    assert counted.predicted(model.FITTED) != replace(counted, work=None).predicted(model.FITTED)
+    assert assumed.work is None
 
 
 @pytest.mark.parametrize("text", ["", "tokens,us\n1,2\n", HEADER, HEADER.replace("spill_bytes,", "") + "1,u,k,1,2,3\n"])

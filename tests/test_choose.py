@@ -168,6 +168,28 @@ def test_progress_is_of_verification_with_never_more_done_than_planned(tmp_path:
         assert told[0].planned == (2 if tokens == 12 else 6)
 
 
+def test_the_time_left_is_by_the_latest_verdicts_and_the_tokens_to_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(FakeVerifier):
+        def __call__(self, config: Config, tokens: int) -> Iterable[Verdict]:
+            nonlocal clock
+            clock += 3.0 * tokens * len(choose.orders(tokens))  # three seconds a token and order
+            return super().__call__(config, tokens)
+
+    clock = 100.0
+    monkeypatch.setattr(choose.time, "monotonic", lambda: clock)
+    told: list[Progress] = []
+    chosen(tmp_path, FakeEvaluator(us=scattered), Slow(), (1, 2, 12), told.append)
+    first, second = told[:2]
+    assert first.remaining_s is None
+    # Six configurations a level in two orders, two at twelve tokens in one; one is done.
+    assert second.remaining_s == pytest.approx(3.0 * (5 * 1 * 2 + 6 * 2 * 2 + 2 * 12))
+    assert told[-1].remaining_s == pytest.approx(3.0 * 12)
+    left = [each.remaining_s for each in told[1:]]
+    assert left == sorted(left, reverse=True)
+
+
 def test_no_verdict_at_all_is_not_a_pass(tmp_path: Path) -> None:
     class Mute(FakeVerifier):
         def __call__(self, config: Config, tokens: int) -> Iterable[Verdict]:

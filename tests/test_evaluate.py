@@ -9,9 +9,9 @@ import pytest
 from fakes import FEW, scattered
 from small import SMALL
 
-from tuner import contract, evaluate, model, plan, routing, space
+from tuner import contract, evaluate, items, model, plan, routing, space
 from tuner.build import Ahead, Image
-from tuner.errors import BuildFailed, InvalidConfig
+from tuner.errors import BuildFailed, InvalidConfig, UnknownInstruction
 from tuner.evaluate import ModelEvaluator
 from tuner.model import Prediction
 from tuner.render import Source
@@ -31,6 +31,32 @@ def test_a_prediction_says_so_and_names_the_gpu_and_what_bounds_it(evaluator: Mo
     assert found["details"]["bound"] in model.TERMS
     assert found["us"] > V100.launch_us
     assert found["samples"] == ()
+
+
+def test_a_prediction_for_sm_70_uses_what_its_code_did_and_says_so(
+    evaluator: ModelEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = space.default(MIXED)
+    details = evaluator.evaluate(default, 5).details
+    assert details["instructions from"] == items.BASIS
+    assert evaluator.work(default) is evaluator.work(default)
+    monkeypatch.setattr(ModelEvaluator, "work", lambda self, config: None)
+    assumed = evaluator.evaluate(default, 5).details
+    assert assumed["instructions from"] == "counted from the data flow"
+    assert assumed["instructions"] != details["instructions"]
+
+
+def test_code_for_another_gpu_is_not_executed() -> None:
+    assert ModelEvaluator(MIXED, model.device("H200")).work(space.default(MIXED)) is None
+
+
+def test_a_kernel_with_an_instruction_that_is_not_known_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(of: contract.Contract, config: space.Config, image: Image) -> None:
+        raise UnknownInstruction("voltune_op pc 0x10: not known")
+
+    monkeypatch.setattr(items, "work", unknown)
+    with pytest.raises(UnknownInstruction, match="pc 0x10"):
+        ModelEvaluator(MIXED, V100).evaluate(space.default(MIXED), 1)
 
 
 def test_a_prediction_is_repeatable(evaluator: ModelEvaluator) -> None:
@@ -73,7 +99,7 @@ def test_the_fingerprint_changes_with_the_seeds(evaluator: ModelEvaluator, monke
     assert evaluator.fingerprint != before
 
 
-@pytest.mark.parametrize("name", ["model.py", "gpu.py", "devices.toml", "routing.py"])
+@pytest.mark.parametrize("name", ["model.py", "work.py", "gpu.py", "devices.toml", "routing.py", *items.SOURCES])
 def test_the_fingerprint_changes_with_the_model_the_gpus_and_the_routings(
     evaluator: ModelEvaluator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:

@@ -94,7 +94,7 @@ def test_a_gpu_is_measured_and_the_set_says_which_and_how(gpu: FakeGpu, request_
     assert "MEASURED on NVIDIA H200 (driver 580.1), PTX on NVIDIA H200" in done.headline
     made = winners.read(done.folder)
     assert (made.word, made.device) == ("measured", "PTX on NVIDIA H200")
-    assert made.toolchain.items() >= {("driver", "580.1"), ("code", "ptx")}
+    assert made.toolchain.items() >= {("driver", "580.1"), ("code", "ptx"), ("seed", str(request_.seed))}
     level = made.levels[1]
     assert all(verdict["ok"] and verdict["executor"] == gpu.name for verdict in level.verdicts)
     assert level.us == fake_us(plan.make(request_.contract, level.config))

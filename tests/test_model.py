@@ -10,6 +10,7 @@ from tuner import contract, model, plan, routing, space
 from tuner.errors import InvalidConfig, RequestError
 from tuner.model import Device, Prediction, Resources
 from tuner.space import STAGES, Config, Stage
+from tuner.work import Mix, StageWork, Work, assumed
 
 QWEN = contract.load("qwen38-tp4")
 V100 = model.device("V100-PCIE-32GB")
@@ -165,11 +166,70 @@ def test_the_time_of_memory_is_the_bytes_over_the_bandwidth() -> None:
 
 
 def test_the_instructions_of_an_item_take_an_sms_slots() -> None:
-    # W13: 10 tiles an expert, 8 warps of 10 steps; W2: 10 items of 8 warps of 5 steps. 150 instructions a step.
-    instructions = 10 * 10 * 8 * ((10 * 150 + model.FITTED.instructions) + (5 * 150 + model.FITTED.instructions))
-    combine = 10 * 8 * 150 / V100.sms / 4 / V100.clock_mhz
-    us = instructions / V100.sms / 4 / model.FITTED.issue / V100.clock_mhz + combine
-    assert predicted([1] * 10, tokens=1).parts["issue"] == pytest.approx(us, rel=1e-6)
+    # W13: 10 tiles an expert, 8 warps of 10 steps; W2: 10 items of 8 warps of 5 steps. 147 instructions a step.
+    instructions = 10 * 10 * 8 * ((10 * 147 + model.FITTED.instructions) + (5 * 147 + model.FITTED.instructions))
+    combine = 10 * 8 * 190
+    us = (instructions / model.FITTED.issue + combine) / V100.sms / 4 / V100.clock_mhz
+    parts = predicted([1] * 10, tokens=1).parts
+    assert parts["issue"] == pytest.approx(us, rel=1e-6)
+    assert parts["instructions"] == pytest.approx(instructions + combine)
+
+
+def counted(**changes: float) -> Work:
+    """A work of round numbers: a step of 100 instructions, 200 around a pass, 100 an item."""
+    step = replace(Mix(100.0, sectors=19.0), **changes)
+    stage = StageWork(item=Mix(100.0), one=Mix(200.0), row=Mix(10.0), lone=step, full=step, scan=Mix(20.0))
+    return Work(stage, stage, Mix(400.0), "executed")
+
+
+def of_work(work: Work, rows: list[int], tokens: int = 1, config: Config = TENSOR) -> Prediction:
+    made = plan.make(QWEN, config)
+    return model.predict(QWEN, made, Resources(128, made.launch("op").shared.at(8)), rows, tokens, V100, work=work)
+
+
+def test_a_given_work_is_what_an_item_takes() -> None:
+    # Ten items a stage of eight warps; ten steps of W13, five of W2.
+    an_expert = 10 * 8 * (100 + 200 + 10 * 100 + 100 + 200 + 5 * 100)
+    assert of_work(counted(), [1]).parts["instructions"] == an_expert + 10 * 8 * 400
+    # Nine rows: W13's passes take eight and one, W2's four, four and one. One item each all the same.
+    w13 = 100 + 2 * 200 + 7 * 10 + 2 * 10 * 100
+    w2 = 100 + 3 * 200 + 6 * 10 + 3 * 5 * 100
+    assert of_work(counted(), [9]).parts["instructions"] == 10 * 8 * (w13 + w2 + 400)
+    # 40 slots are eight beyond a warp's, 70 are 38: each 32 begun are looked through for rows, a pass.
+    for tokens, words in ((4, 1), (7, 2)):
+        found = of_work(counted(), [1], tokens).parts["instructions"]
+        assert found == an_expert + 10 * 8 * (2 * words * 20 + tokens * 400)
+
+
+def test_what_is_assumed_is_what_is_predicted_without_a_work() -> None:
+    for config in (TENSOR, SIMT):
+        made = plan.make(QWEN, config)
+        resources = Resources(128, made.launch("op").shared.at(8))
+        known = assumed(QWEN, config, H200, model.FITTED.instructions)
+        given = model.predict(QWEN, made, resources, uniform(8), 8, H200, work=known)
+        assert given == model.predict(QWEN, made, resources, uniform(8), 8, H200)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    # Of 80 SMs' four schedulers 100 instructions take 25 clocks; so do 50 on 64 lanes, and 25 passes.
+    [("fp32", 50.0), ("integer", 50.0), ("shared", 25.0)],
+)
+def test_a_step_takes_as_long_as_what_it_wants_most_of(name: str, count: float) -> None:
+    issue = of_work(counted(), [1] * 20).parts["issue"]
+    assert of_work(counted(**{name: count}), [1] * 20).parts["issue"] == issue
+    assert of_work(counted(**{name: 2 * count}), [1] * 20).parts["issue"] > 1.4 * issue
+
+
+def test_sectors_beyond_what_dram_delivers_cost_time() -> None:
+    few, many = (of_work(counted(sectors=each), [1] * 80, 8) for each in (19.0, 190.0))
+    assert many.parts["memory"] > 2 * few.parts["memory"]
+    assert many.us > few.us
+
+
+def test_fewer_instructions_are_never_slower() -> None:
+    times = [of_work(counted(total=total), uniform(4), 4).us for total in range(60, 400, 20)]
+    assert all(later > earlier for earlier, later in pairwise(times))
 
 
 def test_configurations_are_told_apart() -> None:

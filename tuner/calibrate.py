@@ -5,7 +5,8 @@
     python -m tuner.calibrate import LEDGER FILE   a tuning ledger as such a file; builds each kernel anew
 
 A file is CSV under lines `# name: value`, of which `contract` and `device` are read; a row is one configuration timed
-at one level. Files of several contracts or GPUs may be given together. The fit is a pattern search over the
+at one level. Files of several contracts or GPUs may be given together; a V100's kernels are built and executed here, as
+its predictions rest on what they do (tuner/items.py). The fit is a pattern search over the
 logarithms of the numbers. Quality is within a level (one contract, GPU, token count and routing), over kernels:
 configurations that give the same kernel count once.
 """
@@ -23,10 +24,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from tuner import build, contract, model, plan, render, routing, space
+from tuner import build, contract, items, model, plan, render, routing, sass, space
 from tuner.contract import Contract
 from tuner.errors import RequestError, VoltuneError
-from tuner.model import FITTED, Fit, Resources
+from tuner.model import FITTED, Fit, Resources, Work
+from tuner.space import Config
 
 COLUMNS = ("tokens", "routing", "config", "us", "registers", "spill_bytes", "shared")
 FIT_LEVELS = (1, 4, 20)  # tokens, under uniform routing; all else is held out
@@ -63,13 +65,15 @@ class Observation:
     plan: plan.Plan
     resources: Resources
     us: float
+    work: Work | None = None
 
     def predicted(self, fit: Fit) -> float:
         """Microseconds."""
         level = self.level
         pool = _pool(level.contract, level.routing, level.tokens)
         dev = model.device(level.device)
-        return model.predict_op(level.contract, self.plan, self.resources, pool, level.tokens, dev, fit=fit).us
+        made, held, tokens = self.plan, self.resources, level.tokens
+        return model.predict_op(level.contract, made, held, pool, tokens, dev, fit=fit, work=self.work).us
 
 
 Timed = tuple[int, str, str, float, Resources]  # tokens, routing, the configuration's key, us, what its kernel takes
@@ -100,8 +104,21 @@ def _pool(of: Contract, name: str, tokens: int) -> tuple[tuple[tuple[int, ...], 
     return tuple((tuple(routing.make(name, of, tokens, seed).rows_per_segment), 1.0) for seed in SEEDS)
 
 
+@cache
+def counted(of: Contract, config: Config, device: str) -> Work | None:
+    """What the op's kernel does, built and executed here, where the GPU runs sm_70 code; None for another GPU, and for
+    a kernel that spills: its pointers are not followed through local memory. Raises as build.build and items.work."""
+    if model.device(device).arch != sass.ARCH:
+        return None
+    image = build.build(render.render_op(of, config))
+    return None if image.spill_bytes else items.work(of, config, image)
+
+
 def read(paths: Iterable[Path]) -> list[Observation]:
-    """The files' kernels; the mean of a kernel's timings. Raises RequestError for a file that is none of these."""
+    """The files' kernels; the mean of a kernel's timings.
+
+    Raises RequestError for a file that is none of these; and as `counted` does, for those of a V100.
+    """
     found: dict[tuple[Level, str], list[tuple[plan.Plan, Resources, float]]] = {}
     for path in paths:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -121,7 +138,10 @@ def read(paths: Iterable[Path]) -> list[Observation]:
             same = f"{config.w13.key()}+{config.w2.key()}/{max(1, config.resident // config.w13.threads)}"
             found.setdefault((level, same), []).append((plan.make(of, config), resources, float(row["us"])))
     return [
-        Observation(level, *timed[0][:2], statistics.fmean(us for _, _, us in timed))
+        Observation(
+            *(level, *timed[0][:2], statistics.fmean(us for _, _, us in timed)),
+            counted(level.contract, timed[0][0].config, level.device),
+        )
         for (level, _), timed in found.items()
     ]
 

@@ -5,6 +5,8 @@ Verdicts and finals go to the ledger as well, so that a resumed run does not rep
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -18,8 +20,9 @@ from tuner.verify import Verdict
 
 MARGIN = 0.03  # of the default's time a challenger must save: less lies within what clocks and boards differ by
 VERIFIED = 5  # best that are verified besides the default and the winner
-MANY_TOKENS = 8  # above which emulation takes many seconds a run: the winner and the default alone are verified
+MANY_TOKENS = 8  # above which emulation takes many seconds a run: the winner and the default alone, in one order
 FINALISTS = 8  # re-measured interleaved where the evaluator can
+RECENT = 5  # verdicts that an estimate of the time left goes by: a level's first ones pay for compiling
 
 Verify = Callable[[Config, int], Iterable[Verdict]]
 
@@ -61,14 +64,20 @@ def winners(
     `verify` gives a configuration's verdicts at a level; a VoltuneError it raises counts as a failed one, RequestError
     and MissingTool go through. Raises SearchInterrupted on Ctrl-C, NothingWorks where no configuration is left.
     """
-    chooser = _Chooser(evaluator, ledger, verify, progress)
+    chooser = _Chooser(job.levels, evaluator, ledger, verify, progress)
     with interruptible(ledger):
         return tuple(chooser.choose(results[tokens]) for tokens in job.levels)
+
+
+def orders(tokens: int) -> tuple[int, ...]:
+    """Of threads and CTAs, that a verdict runs a level in."""
+    return (0, 1) if tokens <= MANY_TOKENS else (1,)
 
 
 class _Chooser:
     def __init__(
         self,
+        levels: Sequence[int],
         evaluator: Evaluator,
         ledger: Ledger,
         verify: Verify,
@@ -77,6 +86,8 @@ class _Chooser:
         self.evaluator, self.ledger = evaluator, ledger
         self.verify, self.progress = verify, progress
         self.known: dict[tuple[int, str], Row] = {(row["tokens"], row["key"]): row for row in ledger.rows("verdict")}
+        self.open = list(levels)
+        self.rates: list[float] = []  # seconds a verdict took, for each token and order
         self.finals = {(row["tokens"], tuple(row["keys"])): row for row in ledger.rows("final")}
 
     def choose(self, measured: Study) -> LevelResult:
@@ -91,6 +102,7 @@ class _Chooser:
             if self.passes(winner.config, tokens):
                 break
             struck.add(winner.config)
+        self.open.remove(tokens)
         verdicts = tuple(self.known[tokens, winner.config.key()]["verdicts"])
         names = tuple(sorted(config.key() for config in struck))
         return LevelResult(tokens, winner, default, ambiguous, verdicts, names, study)
@@ -99,14 +111,28 @@ class _Chooser:
         """Whether all its verdicts at the level are ok, from the ledger where they stand there."""
         key = (tokens, config.key())
         if key not in self.known:
-            done = sum(1 for level, _ in self.known if level == tokens)
-            self.progress(Progress(tokens, "verify", done, max(done, _best_verified(tokens), 1) + 1, None, None))
+            done = self.done(tokens)
+            planned = max(done + 1, _to_verify(tokens))
+            self.progress(Progress(tokens, "verify", done, planned, None, self.remaining()))
+            start = time.monotonic()
             verdicts = self.judge(config, tokens)
+            self.rates.append((time.monotonic() - start) / _runs(tokens))
             passed = bool(verdicts) and all(verdict["ok"] for verdict in verdicts)
             self.known[key] = self.ledger.append(
                 "verdict", tokens=tokens, key=config.key(), passed=passed, verdicts=verdicts
             )
         return bool(self.known[key]["passed"])
+
+    def done(self, tokens: int) -> int:
+        """Configurations with verdicts at a level."""
+        return sum(1 for level, _ in self.known if level == tokens)
+
+    def remaining(self) -> float | None:
+        """Seconds for the verdicts left at all levels, if they take as long a token as the latest; None before any."""
+        if not self.rates:
+            return None
+        left = sum(max(0, _to_verify(tokens) - self.done(tokens)) * _runs(tokens) for tokens in self.open)
+        return left * statistics.median(self.rates[-RECENT:])
 
     def judge(self, config: Config, tokens: int) -> list[dict[str, Any]]:
         """Its verdicts up to the first that is not ok."""
@@ -160,6 +186,16 @@ class _Chooser:
 def _best_verified(tokens: int) -> int:
     """How many of a level's best are verified whether they win or not."""
     return VERIFIED if tokens <= MANY_TOKENS else 0
+
+
+def _to_verify(tokens: int) -> int:
+    """How many of a level are verified, most often: the best, the default, and a winner beyond those."""
+    return max(_best_verified(tokens), 1) + 1
+
+
+def _runs(tokens: int) -> int:
+    """What a verdict's time goes by."""
+    return tokens * len(orders(tokens))
 
 
 def _pick(study: Study, struck: Set[Config]) -> tuple[Ranked, Ranked | None, bool]:

@@ -33,12 +33,14 @@ class Stretch:
     """The instructions in which a thread reads one operand and uses what it read, if its warp stays together.
 
     Where loads and uses turn in a loop of their own, it is that loop. Else it is what lies between the first and the
-    last of them, in whole basic blocks. code: those instructions; one in a loop inside stands once.
+    last of them, in whole basic blocks. code: those instructions; one in a loop inside stands once. working: those
+    of them that work on what was read: the loop, or else the basic blocks with a use of it.
     """
 
     operand: str
     loop: bool
     code: tuple[Instruction, ...]
+    working: tuple[Instruction, ...]
     nbytes: int  # that a thread reads of the operand in it
 
 
@@ -74,8 +76,12 @@ class Dataflow:
             loading = members & {self._block_of(i) for i in loads}
             for region, loop in self._regions(members, loading):
                 read = sum(self._code[i].width_bytes or 0 for i in loads if self._block_of(i) in region)
-                code = tuple(self._code[i] for number in sorted(region) for i in self._blocks[number])
-                found[region] = Stretch(operand, loop, code, read)
+                using = region if loop else region & {self._block_of(j) for i in loads for j in self._uses[i]}
+                code, working = (
+                    tuple(self._code[i] for number in sorted(some) for i in self._blocks[number])
+                    for some in (region, using)
+                )
+                found[region] = Stretch(operand, loop, code, working, read)
         return tuple(sorted(found.values(), key=lambda stretch: stretch.code[0].pc))
 
     def _operands(self, marks: int) -> frozenset[str]:

@@ -1,4 +1,9 @@
-"""The evaluator for a machine without the GPU that is tuned for: builds for real, then predicts."""
+"""The evaluator for a machine without the GPU that is tuned for: builds for real, counts, then predicts.
+
+For a GPU that runs sm_70 code, single items of each kernel are executed on the CPU, and the model uses what they count.
+Code for another GPU is not executed here: its predictions rest on the data flow's counts, as do guesses, which build
+nothing. A timing's `instructions from` says which.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,14 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from tuner import model, plan, render, routing, space
+from tuner import items, model, plan, render, routing, sass, space
 from tuner.build import Ahead, Image
 from tuner.contract import Contract
 from tuner.errors import InvalidConfig
 from tuner.measure import Timing
-from tuner.model import Device, Resources
+from tuner.model import Device, Resources, Work
 from tuner.space import STAGES, Config, Stage, Tile
+from tuner.work import DATA_FLOW
 
 SEEDS = (0, 1, 2, 3)  # of the routings a prediction is averaged over
 GUESSES = 16  # that a search tries first
@@ -80,12 +86,13 @@ class ModelEvaluator:
         self.gpu = dev
         self.device = dev.name
         self._builds = Ahead(dev.arch)
+        self._works: dict[str, Work] = {}
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that change when the model, a device's figures or the routings' seeds do."""
+        """16 hex digits that change when the model, what counts for it, a GPU's figures or the routings' seeds do."""
         folder = Path(model.__file__).parent
-        names = ("model.py", "gpu.py", "devices.toml", "routing.py")
+        names = ("model.py", "work.py", *items.SOURCES, "gpu.py", "devices.toml", "routing.py")
         content = b"".join((folder / name).read_bytes() for name in names)
         return hashlib.sha256(content + repr(SEEDS).encode()).hexdigest()[:16]
 
@@ -97,10 +104,22 @@ class ModelEvaluator:
         """The op's built kernel. Raises BuildFailed, MissingTool, InvalidConfig."""
         return self._builds.image(render.render_op(self.contract, config))
 
+    def work(self, config: Config) -> Work | None:
+        """What the kernel's code does in its items, executed once; None for a GPU whose code is not executed here.
+
+        Raises as items.work and `image` do: a kernel that faults, or has an instruction that is not known, cannot win.
+        """
+        if self.gpu.arch != sass.ARCH:
+            return None
+        image = self.image(config)
+        if image.digest not in self._works:
+            self._works[image.digest] = items.work(self.contract, config, image)
+        return self._works[image.digest]
+
     def evaluate(self, config: Config, tokens: int) -> Timing:
         """The mean over the contract's routings, by their weights.
 
-        Raises BuildFailed; InvalidConfig for what does not fit, or spills registers: no winner shall.
+        Raises as `work` does, and InvalidConfig for what does not fit, or spills registers: no winner shall.
         """
         image = self.image(config)
         if image.spill_bytes:
@@ -110,7 +129,11 @@ class ModelEvaluator:
             )
         made = plan.make(self.contract, config)
         resources = Resources.of(image, made.launch("op"), tokens)
-        found = model.predict_op(self.contract, made, resources, pool(self.contract, tokens), tokens, self.gpu)
+        work = self.work(config)
+        found = model.predict_op(
+            self.contract, made, resources, pool(self.contract, tokens), tokens, self.gpu, work=work
+        )
         us = round(found.us, 3)
         terms = {name: round(value, 3) for name, value in found.parts.items()}
-        return Timing(us, us, us, (), self.device, {"bound": found.bound, **terms}, self.word)
+        said = {"bound": found.bound, "instructions from": work.basis if work else DATA_FLOW}
+        return Timing(us, us, us, (), self.device, {**said, **terms}, self.word)

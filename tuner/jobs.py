@@ -157,8 +157,13 @@ def _notes(made: Winners, folder: Path) -> tuple[str, ...]:
 def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
     contract, evaluator = request.contract, bench.evaluator
     folder = request.output / contract.name / bench.target
-    toolchain = {"compiler": build.compiler().name, "templates": templates_digest(), **bench.toolchain}
-    circumstances = search.circumstances(contract, evaluator, seed=str(request.seed), **toolchain)
+    toolchain = {
+        "compiler": build.compiler().name,
+        "templates": templates_digest(),
+        "seed": str(request.seed),
+        **bench.toolchain,
+    }
+    circumstances = search.circumstances(contract, evaluator, **toolchain)
     file = folder.with_name(f"{folder.name}.jsonl")
     with Ledger.open(file, contract=contract.digest(), target=bench.target, circumstances=circumstances) as ledger:
         for note in ledger.notes:
@@ -189,7 +194,7 @@ def _run(request: Request, bench: _Bench, show: Show) -> tuple[Winners, Path]:
                 tokens=(tokens,),
                 routings=routings,
                 inputs=("gaussian",),
-                orders=(0, 1) if tokens <= choose.MANY_TOKENS else (1,),
+                orders=choose.orders(tokens),
                 seed=request.seed,
             )
 

@@ -246,9 +246,11 @@ class Machine {
     if (s.texts) finished_.resize(blocks);
   }
 
-  // Runs on for about `limit` instructions. 0: there is more to do; 1: done; 2: a fault.
-  int run(u64 limit) {
+  // Runs on for about `limit` instructions, or until CTAs have passed `last` barriers. 0: there is more to do; 1: done;
+  // 2: a fault; 3: at that barrier.
+  int run(u64 limit, u64 last) {
     const u64 end = report.instructions + limit;
+    last_ = last;
     while (report.instructions < end) {
       while (live_.size() < s.resident && next_ < blocks_.size()) live_.push_back(start(blocks_[next_++]));
       if (live_.empty()) {
@@ -259,6 +261,7 @@ class Machine {
       for (size_t i = 0; i < live_.size();) {
         Cta& cta = *live_[i];
         if (!turn(cta)) return 2;
+        if (barriers >= last_) return 3;
         if (cta.live) {
           ++i;
           continue;
@@ -340,6 +343,7 @@ class Machine {
       if (ready(warp) == warp.splits.size()) continue;
       ran = true;
       if (!slice(cta, warp, s.order & 1 ? 61 : 4096)) return false;
+      if (barriers >= last_) return true;
     }
     if (ran || !cta.live) return true;
     return fault(cta, cta.warps[0], kDeadlock, waiting_pc(cta));
@@ -769,7 +773,7 @@ class Machine {
   struct Traced { std::vector<u8> bytes; u64 lines; };
   std::vector<u8> ranges_;
   L2 l2_;
-  u64 state_ = 0;
+  u64 state_ = 0, last_ = ~0ull;
   std::vector<u32> blocks_;
   size_t next_ = 0;
   std::vector<std::unique_ptr<Cta>> live_, done_;
@@ -785,7 +789,7 @@ class Machine {
 }  // namespace
 
 EXPORT Machine* machine_new(const Setup* setup) { return new Machine(*setup); }
-EXPORT int machine_run(Machine* machine, u64 limit) { return machine->run(limit); }
+EXPORT int machine_run(Machine* machine, u64 limit, u64 last) { return machine->run(limit, last); }
 EXPORT const Report* machine_report(const Machine* machine) { return &machine->report; }
 EXPORT const Tally* machine_tallies(const Machine* machine) { return machine->tallies.data(); }
 EXPORT u32 machine_chain(const Machine* machine) { return machine->chain; }

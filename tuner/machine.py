@@ -16,14 +16,16 @@ claimed: they agree within 2^-20 of the sum of |products|. MUFU's estimates are 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import mmap
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +37,7 @@ from tuner.errors import LaunchFailed, TrialTimeout, UnknownInstruction
 from tuner.gpu import Device, Resources
 from tuner.memory import Memory, Operands
 from tuner.microcode import Micro
-from tuner.plan import SCALARS, Launch, Outputs, Plan
+from tuner.plan import SCALARS, Launch, Linear, Outputs, Plan, items
 
 _HERE = Path(__file__).parent
 _SOURCES = (_HERE / "machine.cpp", _HERE / "machine_step.h")
@@ -44,6 +46,9 @@ _FLAGS = (
     *("-fwrapv", "-fno-strict-aliasing", "-fno-exceptions", "-fvisibility=hidden", "-fPIC", "-shared", "-w"),
 )
 _AT_ONCE = 1 << 20  # instructions between two looks at the clock
+_NO_BARRIER = 2**64 - 1
+_PAST_ALL = 1 << 30  # a ticket that no step has an item for
+_ENDED, _FAULT = 1, 2  # of machine_run: 0 for more to do, 3 for the barrier that was asked for
 _MOST_CODE = 1 << 15  # instructions of a kernel: a trace keeps their number in 15 bits
 _PARAMETERS = sass.PARAMETERS
 _STACK = 0x28  # in constant bank 0: where a thread's stack begins, at the end of its local memory
@@ -83,7 +88,7 @@ def _library() -> ctypes.CDLL:
     )
     library.machine_new.restype = ctypes.c_void_p
     library.machine_new.argtypes = (ctypes.POINTER(_Setup),)
-    library.machine_run.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+    library.machine_run.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
     library.machine_report.restype = ctypes.POINTER(_Report)
     library.machine_tallies.restype = ctypes.c_void_p
     library.machine_barriers.restype = ctypes.c_uint64
@@ -196,6 +201,72 @@ def execute(
     return memory.outputs(plan)
 
 
+@dataclass(frozen=True, eq=False)
+class Item:
+    """What one CTA does over all its warps: TALLY [instructions]."""
+
+    code: tuple[Micro, ...]
+    tallies: np.ndarray
+
+
+def start(plan: Plan, image: Image, operands: Operands, tokens: int, timeout_s: float = 60.0) -> Item:
+    """What a CTA of the fused plan's launch does until it knows its first ticket. Raises as `execute` does."""
+    *_, (_, last), _ = _barriers(plan, image, operands, tokens, _PAST_ALL, timeout_s)
+    return Item(_decoded(image), last)
+
+
+def item(plan: Plan, image: Image, operands: Operands, tokens: int, ticket: int, timeout_s: float = 60.0) -> Item:
+    """What the fused plan's launch does for the item with `ticket`: from somewhere in it to the same place in the next.
+
+    `ticket` counts the items of W13, then of W2, and the next is of the same stage; the one past those means all
+    outputs together. Raises as `execute` does.
+    """
+    asked: list[np.ndarray] = []  # at the barrier before the CTA asks for a second ticket, and before a third
+    known, last = ticket + 1, np.zeros(0, TALLY)
+    for next_ticket, tallies in _barriers(plan, image, operands, tokens, ticket, timeout_s):
+        if next_ticket > known:
+            asked.append(last)
+        if len(asked) == 2:
+            return Item(_decoded(image), _difference(asked[1], asked[0]))
+        known, last = next_ticket, tallies
+    before = start(plan, image, operands, tokens, timeout_s).tallies
+    return Item(_decoded(image), _difference(last, before))
+
+
+def _barriers(
+    plan: Plan, image: Image, operands: Operands, tokens: int, ticket: int, timeout_s: float
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The next ticket and the tallies at each barrier, and at the end, of a launch of one CTA that finds `ticket` next.
+
+    The step is as if other CTAs had done all before it: what is handed on is there, as zeros, so that nothing waits.
+    """
+    memory = Memory(plan, operands, tokens, flush_right=True)
+    for buffer in plan.buffers:
+        if buffer.role == "counters" and buffer.name != "COUNTERS":
+            memory.results[buffer.name].view(np.uint32)[...] = 0xFFFFFFFF  # zero, as it is published
+    counters = memory.results["COUNTERS"]
+    counters[0], counters[1:] = ticket, items(plan.contract, "w2", plan.config.w2)  # readers of every slot's row
+    launch = replace(plan.launches[0], grid=(Linear(1), Linear(1)))
+    run = _Run(launch, image, _decoded(image), memory, 1, gpu.device(DEVICE))
+    deadline = time.monotonic() + timeout_s
+    with run.started(counted=True) as machine:
+        for barriers in itertools.count(1):
+            ended = run.go_on(machine, deadline, timeout_s, barriers)
+            yield int(counters[0]), run.tallies(machine)
+            if ended:
+                return
+
+
+_decoded = lru_cache(maxsize=2)(microcode.decode)  # items of one image are asked for one after another
+
+
+def _difference(later: np.ndarray, before: np.ndarray) -> np.ndarray:
+    found = np.empty_like(later)
+    for name in _TALLIED.split():
+        found[name] = later[name] - before[name]
+    return found
+
+
 class _Run:
     """One launch of one kernel."""
 
@@ -213,10 +284,23 @@ class _Run:
         self._constants = self._bank_0()
 
     def execute(self, deadline: float, timeout_s: float, counted: bool, trace: Text | None) -> Executed:
-        library, launch = _library(), self._launch
+        sink = trace(self._launch, self._image, self._code, self._grid, self._shared) if trace else None
+        with self.started(counted, sink) as machine:
+            self.go_on(machine, deadline, timeout_s)
+            if sink:
+                for part in _parts(machine):
+                    sink.write(part)
+            ran = _library().machine_report(machine).contents.instructions
+            return Executed(
+                *(self._launch, self._image, self._code, self._grid, self._resident, ran, self.tallies(machine)),
+                *(_library().machine_chain(machine), _library().machine_barriers(machine)),
+            )
+
+    @contextlib.contextmanager
+    def started(self, counted: bool, sink: Sink | None = None) -> Iterator[int]:
+        """A machine before its first instruction."""
         table = b"".join(each.packed(self._constant(each)) for each in self._code)
         ranges = list(self._ranges())
-        sink = trace(launch, self._image, self._code, self._grid, self._shared) if trace else None
         pieces = [text.encode() for pair in sink.pieces for text in pair] if sink else []
         texts = (ctypes.c_char_p * len(pieces))(*pieces)
         held = ctypes.create_string_buffer(table, len(table)), ctypes.create_string_buffer(self._constants)
@@ -224,34 +308,34 @@ class _Run:
         setup = _Setup(
             *(ctypes.addressof(held[0]), ctypes.addressof(held[1]), ctypes.addressof(places)),
             *(ctypes.addressof(texts) if sink else None, self._l2),
-            *(len(self._code), len(self._constants), len(ranges), *self._grid, launch.block),
+            *(len(self._code), len(self._constants), len(ranges), *self._grid, self._launch.block),
             *(self._shared, self._image.registers, self._image.local_bytes, self._order, self._resident, counted),
         )
-        machine = library.machine_new(ctypes.byref(setup))
+        machine = _library().machine_new(ctypes.byref(setup))
         try:
-            status = library.machine_run(machine, _AT_ONCE)
-            while status == 0:
-                if time.monotonic() > deadline:
-                    ran = library.machine_report(machine).contents.instructions
-                    raise TrialTimeout(
-                        f"kernel {launch.kernel}: had not ended after {timeout_s:g} s and {ran} warp instructions: an "
-                        "endless loop, or CTAs that wait for what none will bring"
-                    )
-                status = library.machine_run(machine, _AT_ONCE)
-            report = library.machine_report(machine).contents
-            if status == 2:
-                raise LaunchFailed(self._told(report))
-            if sink:
-                for part in _parts(library, machine):
-                    sink.write(part)
-            size = len(self._code) * TALLY.itemsize
-            tallies = np.frombuffer(ctypes.string_at(library.machine_tallies(machine), size), TALLY)
-            return Executed(
-                *(launch, self._image, self._code, self._grid, self._resident, report.instructions, tallies),
-                *(library.machine_chain(machine), library.machine_barriers(machine)),
-            )
+            yield machine
         finally:
-            library.machine_free(machine)
+            _library().machine_free(machine)
+
+    def go_on(self, machine: int, deadline: float, timeout_s: float, barriers: int = _NO_BARRIER) -> bool:
+        """To the launch's end, or to where CTAs have passed so many barriers; whether it is the end."""
+        status = 0
+        while status == 0:
+            status = _library().machine_run(machine, _AT_ONCE, barriers)
+            if status == 0 and time.monotonic() > deadline:
+                ran = _library().machine_report(machine).contents.instructions
+                raise TrialTimeout(
+                    f"kernel {self._launch.kernel}: had not ended after {timeout_s:g} s and {ran} warp instructions: "
+                    "an endless loop, or CTAs that wait for what none will bring"
+                )
+        if status == _FAULT:
+            raise LaunchFailed(self._told(_library().machine_report(machine).contents))
+        return status == _ENDED
+
+    def tallies(self, machine: int) -> np.ndarray:
+        """TALLY [instructions], up to now."""
+        found = ctypes.string_at(_library().machine_tallies(machine), len(self._code) * TALLY.itemsize)
+        return np.frombuffer(found, TALLY)
 
     def _ranges(self) -> Iterator[_Range]:
         """The operands. Counts and traces place them one after another, so that no run differs from another."""
@@ -345,10 +429,10 @@ FAULTS = (
 )  # machine.cpp's Fault
 
 
-def _parts(library: ctypes.CDLL, machine: int) -> Iterator[bytes]:
+def _parts(machine: int) -> Iterator[bytes]:
     size = ctypes.c_uint64()
     while True:
-        text = library.machine_text(machine, ctypes.byref(size))
+        text = _library().machine_text(machine, ctypes.byref(size))
         if not size.value:
             return
         yield ctypes.string_at(text, size.value)

@@ -16,9 +16,10 @@ the machine calls the operation, its operands, then fields:
   pd pd2 ps ps2 ps3      predicates written, and read (bit 3 negates)
 """
 
+import operator
 import struct
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from tuner import sass
 from tuner.build import Image
@@ -126,6 +127,8 @@ LAYOUT = (
     *((name, "B") for name in ("reads_a", "reads_b", "reads_c", "writes")),  # registers of each operand
 )
 _STRUCT = struct.Struct("<" + "".join(letter for _, letter in LAYOUT))
+_IN_ORDER = operator.itemgetter(*(name for name, _ in LAYOUT))
+_ABSENT = {name: ALWAYS if name in _PREDICATES else 0 for name, _ in LAYOUT}  # of fields that an instruction lacks
 
 
 @dataclass(frozen=True)
@@ -193,10 +196,16 @@ class Micro:
 
     def packed(self, value: int = 0) -> bytes:
         """The machine's form, with a constant's 64 bits put in where there is one."""
-        fields = self.fields
-        if self.constant is not None:
-            fields = {**fields, "value": value & 0xFFFFFFFF, "value_high": value >> 32}
-        return _STRUCT.pack(*(fields.get(name, ALWAYS if name in _PREDICATES else 0) for name, _ in LAYOUT))
+        if self.constant is None:
+            return self._packed  # the same in every launch
+        return self._form({"value": value & 0xFFFFFFFF, "value_high": value >> 32})
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return self._form({})
+
+    def _form(self, constant: dict[str, int]) -> bytes:
+        return _STRUCT.pack(*_IN_ORDER({**_ABSENT, **self.fields, **constant}))
 
 
 def decode(image: Image) -> tuple[Micro, ...]:

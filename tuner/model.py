@@ -20,8 +20,11 @@ do not overlap and the longest of terms that do.
 number, with tight registers and with spills.
 
 The numbers of Fit were fitted to an H200 by tuner/calibrate.py, which also says how good they are; those a device has
-come from devices.toml. No figure is from a V100. Instructions are counted from the kernels' data flow; for tensor cores
-about 65 a step of 32 k and 32 columns with m16n8k16, 150 with m8n8k4.
+come from devices.toml. No figure is from a V100.
+
+Instructions, passes through shared memory and sectors of an item are its kernel's `Work`. Where a kernel's sm_70 code
+can be executed, tuner/items.py counts them. For all others, an H200's kernels and those not built yet, work.assumed has
+them from the data flow.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tuner.contract import Contract, Gemm
+from tuner.contract import Contract
 from tuner.errors import RequestError
 from tuner.gpu import WARP, Device, Occupancy, Resources, device, devices, occupancy
 from tuner.plan import Launch, Plan, items
 from tuner.space import STAGES, STEP, Stage, Tile, tile_columns
+from tuner.work import FLOOR_STATS_BYTES, SECTOR, Work, assumed, expert_bytes
 
-# The GPUs' names too: who predicts needs them.
+# Names of the GPUs and of work too: who predicts needs them.
 __all__ = [
     "FITTED",
     "TERMS",
@@ -46,6 +50,7 @@ __all__ = [
     "Occupancy",
     "Prediction",
     "Resources",
+    "Work",
     "device",
     "devices",
     "expert_bytes",
@@ -55,25 +60,14 @@ __all__ = [
     "predict_op",
 ]
 
-SECTOR = 32  # bytes
 DRAM_ATOM = 64  # bytes an HBM2 access moves
-
-# What no layout can do without, a group and column: f16 scale and 4-bit zero point. It is also what the awq layout has.
-FLOOR_STATS_BYTES = 2.5
 
 # Of a Prediction's parts, in us.
 TERMS = ("memory", "latency", "issue", "spill", "waiting", "launch", "prologue", "finish")
 
-TENSOR_STEP = {70: 150.0, 80: 65.0}  # instructions a warp and step, from that compute capability on
-# On the ordinary cores a weight costs one LOP3 and one FADD, and one FFMA a row.
-STATS_INSTRUCTIONS = 30  # a lane, step and four columns: load, unpack, convert
-ROW_INSTRUCTIONS = 16  # a lane, step and row: read eight activations, scale the sums
-STEP_INSTRUCTIONS = 12  # a lane and step: addresses, loop, the load itself
-STAGE_INSTRUCTIONS = 40  # eight f16 activations into shared memory as floats
 # Trips to L2. From the first CTA's start to the segments known, and from the last W2 item to the output, stamps in the
 # op on an H200 gave 1.3 and 0.5 us.
 START_TRIPS, FINISH_TRIPS = 7, 3
-COMBINE_INSTRUCTIONS = 150  # ten routes of a column
 LOOSE_REGISTERS, TIGHT_REGISTERS = 128, 64  # a thread; from no cost of waiting to all of Fit.wait_registers
 
 
@@ -86,7 +80,7 @@ class Fit:
     dependent: float = 2.524  # clocks between two instructions of one warp alone
     shared: float = 1.333  # of its CTA's other warps' issue clocks that a warp's step takes longer
     issue: float = 0.8532  # of its slots that an SM fills
-    instructions: float = 494.6  # of a warp and item, besides its steps
+    instructions: float = 494.6  # of a warp and pass, besides its steps, where they are assumed
     w13_clocks: float = 2683  # fixed, of a W13 item alone: ticket, rows, barriers, sums
     w2_trips: float = 5.363  # fixed, of a W2 item alone, in L2 trips: hidden rows and their two f16 halves
     spill_free: float = 186.3  # bytes of spills outside the loop over K
@@ -108,12 +102,6 @@ class Prediction:
     bound: str
 
 
-def expert_bytes(contract: Contract, gemm: Gemm) -> float:
-    """Bytes of one expert's matrix in the contract's layout: weights, scales and zero points."""
-    stats = contract.stats_bytes if contract.layout == "sm70-u4" else FLOOR_STATS_BYTES
-    return gemm.k * gemm.n / 2 + gemm.groups * gemm.n * stats
-
-
 def floor(contract: Contract, stage: Stage, active: float, dev: Device) -> float:
     """Least microseconds to read `active` experts' int4 weights, f16 scales and 4-bit zeros, whatever the layout."""
     gemm = contract.gemm(stage)
@@ -130,11 +118,13 @@ def predict_op(
     dev: Device,
     stage: str = "op",
     fit: Fit = FITTED,
+    work: Work | None = None,
 ) -> Prediction:
     """The mean prediction over a pool of (rows of each active expert, weight); raises as predict does."""
     total = math.fsum(weight for _, weight in pool)
     each = [
-        (predict(contract, plan, resources, rows, tokens, dev, stage, fit), weight / total) for rows, weight in pool
+        (predict(contract, plan, resources, rows, tokens, dev, stage, fit, work), weight / total)
+        for rows, weight in pool
     ]
     parts = {name: math.fsum(found.parts[name] * weight for found, weight in each) for name in each[0][0].parts}
     us = math.fsum(found.us * weight for found, weight in each)
@@ -150,11 +140,13 @@ def predict(
     dev: Device,
     stage: str = "op",
     fit: Fit = FITTED,
+    work: Work | None = None,
 ) -> Prediction:
     """Predicted time of one launch of the plan, cold: `op` of the fused plan, or compact, w13, w2 of the others.
 
-    `rows_per_segment` are the routed rows of each expert that has any. Raises InvalidConfig where no CTA fits the
-    device, RequestError for a stage the plan does not launch.
+    `rows_per_segment` are the routed rows of each expert that has any; `work` is what its kernel does, by default what
+    is assumed of it. Raises InvalidConfig where no CTA fits the device, RequestError for a stage the plan does not
+    launch.
     """
     launch = next((each for each in plan.launches if each.stage == stage), None)
     if launch is None:
@@ -163,7 +155,8 @@ def predict(
         )
     held = occupancy(dev, launch.block, resources)
     rows = Counter(each for each in rows_per_segment if each > 0)
-    return _Launch(contract, plan, launch, resources, held, rows, tokens, dev, fit).prediction()
+    work = work or assumed(contract, plan.config, dev, fit.instructions)
+    return _Launch(contract, plan, launch, resources, held, rows, tokens, dev, fit, work).prediction()
 
 
 @dataclass(frozen=True)
@@ -175,6 +168,7 @@ class _Pass:
     issue_ns: float
     memory_ns: float
     spill_ns: float
+    instructions: float  # of all its warps
 
 
 @dataclass(frozen=True)
@@ -190,11 +184,12 @@ class _Launch:
     tokens: int
     dev: Device
     fit: Fit
+    work: Work
 
     def prediction(self) -> Prediction:
         dev, ctas = self.dev, self.held.blocks
         stages = [stage for stage in STAGES if stage in self.launch.families]
-        latency = issue = memory = spill = stream = chain = 0.0
+        latency = issue = memory = spill = stream = chain = instructions = 0.0
         for stage in stages:
             longest = 0.0
             for rows, count in self.rows.items():
@@ -207,9 +202,11 @@ class _Launch:
                         total + share * term for total, term in zip((latency, issue, memory), terms, strict=True)
                     )
                     spill += share * each.spill_ns
+                    instructions += each.items * count * each.instructions
                     stream += share * (math.hypot(*terms) + each.spill_ns)
             chain += longest
-        combine = self.combine_items * self.warps * self.ns(COMBINE_INSTRUCTIONS / dev.issue_per_clock) / dev.sms
+        combine = self.combine_items * self.warps * self.ns(self.work.combine.clocks(dev)) / dev.sms
+        instructions += self.combine_items * self.warps * self.work.combine.total
         body = math.hypot(stream + combine, chain)
         trips = dev.l2_latency_ns
         us = {
@@ -224,7 +221,9 @@ class _Launch:
         }
         us = {name: ns / 1e3 for name, ns in us.items()}
         total = body / 1e3 + us["waiting"] + us["launch"] + us["prologue"] + us["finish"]
-        return Prediction(total, {**us, **self.counts(stages)}, max(TERMS, key=lambda term: us[term]))
+        return Prediction(
+            total, {**us, "instructions": instructions, **self.counts(stages)}, max(TERMS, key=lambda term: us[term])
+        )
 
     @property
     def segments(self) -> int:
@@ -257,6 +256,7 @@ class _Launch:
     def passes(self, stage: Stage, rows: int) -> Iterator[_Pass]:
         """The passes over a segment of so many rows: its weights come from DRAM once, from L2 after that."""
         dev, fit, tile, gemm = self.dev, self.fit, self.plan.config.stage(stage), self.contract.gemm(stage)
+        work = self.work.stage(stage)
         steps = gemm.k // STEP // tile.split_k  # of a warp
         rounds = steps / tile.unroll
         weights = tile.tiles * tile_columns(self.contract) / gemm.n * expert_bytes(self.contract, gemm)
@@ -264,45 +264,29 @@ class _Launch:
         spilled = max(0.0, self.resources.spill_bytes - fit.spill_free) / 4 if stage == "w13" else 0.0
         for first in range(0, rows, tile.rows):
             count = min(rows - first, tile.rows)
-            instructions, clocks = self.step(tile, count)
-            # While its CTA is alone, a warp's instructions wait for one another and for its siblings'.
-            step_ns = self.ns(instructions * fit.dependent + fit.shared * math.ceil(self.warps / 4) * 4 * clocks)
+            step, around = work.step(count), work.around(count, rows)
+            if first == 0:
+                around += work.item
+            # While its CTA is alone, a warp's instructions wait for one another and for its siblings'; those of a
+            # further row do not wait for the first one's.
+            siblings = fit.shared * math.ceil(self.warps / 4) * 4 * step.clocks(dev)
+            step_ns = self.ns(work.lone.total * fit.dependent + siblings)
             trip_ns = fit.dram * (dev.latency_ns if first == 0 else dev.l2_latency_ns)
             # A step asks for its successor when it is done; and the slowest of a round's loads hold up the round.
             waits = (rounds - 1) * max(fit.again * trip_ns, trip_ns - (tile.unroll - 1) * step_ns)
-            staged = STAGE_INSTRUCTIONS * count * gemm.k / 8 / self.launch.block if tile.family == "simt" else 0.0
             fixed = self.ns(fit.w13_clocks) if stage == "w13" else fit.w2_trips * dev.l2_latency_ns
-            fixed += self.ns(staged * fit.dependent)
-            slots = self.warps * (steps * clocks + (fit.instructions + staged) / dev.issue_per_clock)
-            read = count * gemm.k * (2 if stage == "w13" else 4)
+            fixed += self.ns(count * work.row.total * fit.dependent)
+            clocks = self.warps * (steps * step.clocks(dev) + around.clocks(dev))
+            asked = self.warps * (steps * step.sectors + around.sectors) * SECTOR
             yield _Pass(
                 items=self.items(stage),
                 alone_ns=fixed + trip_ns + steps * step_ns + waits,
-                issue_ns=self.ns(slots / fit.issue),
+                issue_ns=self.ns(clocks / fit.issue),
                 memory_ns=dev.sms
-                * max(
-                    weights * self.waste(tile) / dev.stream_gbs if first == 0 else 0.0,
-                    (weights + read) / dev.l2_gbs,
-                ),
+                * max(weights * self.waste(tile) / dev.stream_gbs if first == 0 else 0.0, asked / dev.l2_gbs),
                 spill_ns=self.ns(spilled * rounds * self.warps * fit.spill_clocks),
+                instructions=self.warps * (steps * step.total + around.total),
             )
-
-    def step(self, tile: Tile, rows: int) -> tuple[float, float]:
-        """Of a warp's step for a pass of so many rows: instructions that wait for one another, as a further row's
-        do not, and the SM's clocks to issue all."""
-        dev = self.dev
-        if tile.family == "tensor":
-            found = TENSOR_STEP[80 if int(dev.arch.removeprefix("sm_")) >= 80 else 70]
-            return found, found / dev.issue_per_clock
-        rows = 1 if rows == 1 else tile.rows
-        weights = STEP * tile_columns(self.contract) / WARP  # of a lane
-        stats = STATS_INSTRUCTIONS * tile_columns(self.contract) / 32
-        fp32 = weights * (1 + rows) + stats / 2 + rows * ROW_INSTRUCTIONS / 2
-        integer = weights + stats / 2 + STEP_INSTRUCTIONS
-        alone = weights * 3 + stats + ROW_INSTRUCTIONS + STEP_INSTRUCTIONS
-        found = alone + (rows - 1) * (weights + ROW_INSTRUCTIONS)
-        clocks = max(found / dev.issue_per_clock, fp32 * WARP / dev.fp32_lanes, integer * WARP / dev.int_lanes)
-        return alone, clocks
 
     def waste(self, tile: Tile) -> float:
         """DRAM bytes moved over bytes wanted; the neighbouring tile finds half of a short run's waste in L2."""

@@ -90,7 +90,7 @@ def findings(answer: Answer) -> Findings:
     elif observed:
         remarks.append(f"no fit: no timing at {' or '.join(map(str, FIT_LEVELS))} tokens under {FIT_ROUTING} routing")
     if answer.code == "ptx":
-        remarks.append("PTX was timed: registers, which predictions rest on, are the sm_70 code's and not those it had")
+        remarks.append("PTX was timed: predictions rest on the sm_70 code's registers and instructions, not on its own")
     proposals = tuple(_proposals(answer)) if answer.v100 else ()
     rows = tuple(_rows(answer, observed))
     return Findings(rows, tuple(quality), fit, tuple(refitted), proposals, tuple(remarks), tuple(observed))
@@ -130,7 +130,8 @@ def _observations(answer: Answer, images: Mapping[str, Image], device: str) -> I
             if name != "copy" and not name.startswith(LOADS) and name not in wrong:
                 made = probing.plan_of(contract, name)
                 held = Resources.of(images[name], made.launch("op"), cell.tokens)
-                yield Observation(level, made, held, statistics.median(samples))
+                work = calibrate.counted(contract, made.config, device)
+                yield Observation(level, made, held, statistics.median(samples), work)
 
 
 def _rows(answer: Answer, observed: Sequence[Observation]) -> Iterator[tuple[object, ...]]:
