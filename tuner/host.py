@@ -32,6 +32,7 @@ from tuner.render import Source
 _HERE = Path(__file__).parent
 _SHIM = _HERE / "host_cuda.h"
 _RUNTIME = _HERE / "host_runtime.cpp"
+_ORDER = _HERE / "host_order.h"
 # No contraction, integers that wrap as the GPU's do, and neither aliasing nor the end of a loop taken for granted.
 _FLAGS = (
     *("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-math-errno"),
@@ -40,6 +41,11 @@ _FLAGS = (
 _OBJECT = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w")
 # What C++ leaves open and a GPU traps or defines otherwise. They call into host_runtime.cpp, not into libubsan.
 _CHECKS = ("-fsanitize=alignment,bounds,shift-exponent", "-fno-sanitize-recover=all", "-fstack-clash-protection", "-g1")
+# A call before each access of memory. They call into host_order.h, not into libtsan.
+_WATCHED = (
+    *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+    "--param=tsan-distinguish-volatile=1",
+)
 _ALONE = ("-nostdinc", "-nostdinc++")  # a source includes nothing, as for NVRTC
 
 
@@ -78,6 +84,11 @@ def run_compiler(what: str, command: list[str], folder: str) -> None:
         raise BuildFailed(f"g++ refused {what} for the CPU executor:\n{done.stderr.strip()}")
 
 
+def _texts() -> list[str]:
+    """What a kernel is compiled and linked with."""
+    return [path.read_text() for path in (_SHIM, _RUNTIME, _ORDER)]
+
+
 def _runtime() -> Path:
     """The scheduler's object file, from the cache."""
     gxx, machine = compiler()
@@ -86,7 +97,7 @@ def _runtime() -> Path:
     def make(path: Path) -> None:
         run_compiler("the runtime", [gxx, "-c", *flags, str(_RUNTIME), "-o", str(path)], str(_HERE))
 
-    key = digest(_RUNTIME.read_text(), _SHIM.read_text(), *flags, machine)
+    key = digest(*_texts(), *flags, machine)
     return cache.get_or_make("host", key, ".o", make)
 
 
@@ -98,7 +109,7 @@ def compile(source: Source) -> Path:
     gxx, machine = compiler()
     if not re.fullmatch(r"[A-Za-z_]\w*", source.kernel):
         raise BuildFailed(f"kernel name {source.kernel!r}: expected a C identifier")
-    flags = [*_FLAGS, *_OBJECT, *_CHECKS, *_ALONE]
+    flags = [*_FLAGS, *_OBJECT, *_CHECKS, *_WATCHED, *_ALONE]
     text = source.text + f"\nVOLTUNE_ENTRY({source.kernel})\n"
 
     def make(path: Path) -> None:
@@ -111,7 +122,7 @@ def compile(source: Source) -> Path:
             command = [gxx, "-shared", "kernel.o", str(runtime), "-lm", "-o", str(path)]
             run_compiler(source.kernel, command, folder)
 
-    key = digest(text, _SHIM.read_text(), _RUNTIME.read_text(), *flags, machine)
+    key = digest(text, *_texts(), *flags, machine)
     return cache.get_or_make("host", key, ".so", make)
 
 
@@ -125,13 +136,19 @@ class _Report(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("claimed", "fault")),
-        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "thread", "other")),
+        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "thread", "other", "other_x", "other_y")),
         *((name, ctypes.c_int) for name in ("line", "write")),
-        *((name, ctypes.c_uint64) for name in ("address", "pc", "arena", "arena_bytes")),
+        *((name, ctypes.c_uint64) for name in ("address", "pc", "caller", "arena", "arena_bytes")),
         ("detail", ctypes.c_char * 96),
         *((name, ctypes.c_uint64) for name in ("next", "finished")),
         ("waits", _Wait * 1024),
     )
+
+
+class _Written(ctypes.Structure):
+    """host_runtime.cpp's Written."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("begin", "bytes", "first"))
 
 
 class _Launch(ctypes.Structure):
@@ -139,7 +156,8 @@ class _Launch(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "block", "shared", "order", "workers")),
-        ("slots", ctypes.c_void_p),
+        ("written_count", ctypes.c_uint),
+        *((name, ctypes.c_void_p) for name in ("slots", "written")),
     )
 
 
@@ -189,7 +207,11 @@ def _launch(launch: Launch, path: Path, memory: Memory, order: int, deadline: fl
         raise LaunchFailed(f"kernel {launch.kernel}: grid {grid}, {launch.block} threads; expected 1 up, and 1 to 1024")
     slots = (ctypes.c_uint64 * max(len(wanted), 1))(*(memory.slot(name) for name in launch.arguments))
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    chosen = _Launch(*grid, launch.block, launch.shared.at(memory.tokens), order, workers, ctypes.addressof(slots))
+    written = _written(memory)
+    chosen = _Launch(
+        *(*grid, launch.block, launch.shared.at(memory.tokens), order, workers, len(written)),
+        *(ctypes.addressof(slots), ctypes.addressof(written)),
+    )
     run = library.voltune_start(ctypes.byref(chosen))
     if not run:
         raise MissingTool(f"no worker process for kernel {launch.kernel}: {os.strerror(ctypes.get_errno())}")
@@ -219,6 +241,15 @@ def _launch(launch: Launch, path: Path, memory: Memory, order: int, deadline: fl
     memory.check_untouched(launch.kernel)
 
 
+def _written(memory: Memory) -> "ctypes.Array[_Written]":
+    ranges, first = [], 0
+    for name in memory.results:
+        mapping = memory.mappings[name]
+        ranges.append(_Written(mapping.address, mapping.nbytes, first))
+        first += -(-mapping.nbytes // 4)
+    return (_Written * len(ranges))(*ranges)
+
+
 # ---- telling a fault -----------------------------------------------------------------------------------------------
 _OPS = (
     *("running", "exited", "__syncthreads", "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync"),
@@ -227,6 +258,7 @@ _OPS = (
 _FAULTS = (
     *("", "memory", "stack", "signal", "misaligned", "index", "shift", "divergent barrier", "exited barrier"),
     *("not in mask", "mismatch", "absent lane", "deadlock", "shared overrun", "timeout", "resource"),
+    *("shared race", "global race", "unfenced"),
 )  # host_runtime.cpp's Fault
 
 
@@ -235,7 +267,7 @@ def _told(launch: Launch, path: Path, memory: Memory, report: _Report) -> str:
     fault = _FAULTS[report.fault]
     # An overrun of shared memory is found when its CTA ends, whoever did it.
     thread = "some thread" if fault == "shared overrun" else f"thread {report.thread}"
-    line = report.line or _line(launch, path, report.pc)
+    line = report.line or _line(launch, path, report.pc) or _line(launch, path, report.caller)
     at = f", line {line}" if line else ""
     what = _happened(fault, report, memory, launch.block)
     return f"kernel {launch.kernel}, block ({report.block_x},{report.block_y}), {thread}{at}: {what}"
@@ -261,6 +293,13 @@ def _happened(fault: str, report: _Report, memory: Memory, block: int) -> str:
             return f"{detail} shifted by {value} bits"
         case "shared overrun":
             return f"wrote outside {_place(report, memory)}"
+        case "shared race":
+            return f"{access} of {_place(report, memory)}, used by warp {report.other} since the last barrier"
+        case "global race":
+            return f"read at {_place(report, memory)}, stored by warp {report.other} since the last barrier"
+        case "unfenced":
+            by = f"warp {report.other} of block ({report.other_x},{report.other_y})"
+            return f"{access} at {_place(report, memory)}, stored by {by}, which let no fence follow"
         case "timeout":
             return "had not ended"
         case "resource":

@@ -50,6 +50,7 @@ extern "C" void voltune_syncthreads(int line);
 // shuffle returns.
 extern "C" unsigned long long voltune_warp(voltune_op op, unsigned mask, unsigned long long value, unsigned source,
                                            int line);
+extern "C" void voltune_fence(bool to_other_ctas);
 #pragma GCC visibility pop
 
 #define VOLTUNE_LINE int line = __builtin_LINE()
@@ -129,23 +130,23 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   return chosen;
 }
 
-inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() { voltune_fence(false); }
+inline void __threadfence() { voltune_fence(true); }
+inline void __threadfence_system() { voltune_fence(true); }
 
 // ---- atomics: real ones, since CTAs of one launch run in several processes ----------------------------------------
+// Relaxed, as CUDA's are: none of them is a fence.
 template <class T, class Step>
 inline T voltune_atomic(T* address, Step step) {
-  T old, next;
-  __atomic_load(address, &old, __ATOMIC_RELAXED);
+  T old{}, next;  // a guess: where it is wrong, the exchange tells what is there
   do {
     next = step(old);
-  } while (!__atomic_compare_exchange(address, &old, &next, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+  } while (!__atomic_compare_exchange(address, &old, &next, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
   return old;
 }
-inline int atomicAdd(int* address, int value) { return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* address, int value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* address, unsigned value) {
-  return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 inline float atomicAdd(float* address, float value) {
   return voltune_atomic(address, [=](float old) { return old + value; });
@@ -159,26 +160,26 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
 inline int atomicMin(int* address, int value) {
   return voltune_atomic(address, [=](int old) { return old < value ? old : value; });
 }
-inline int atomicOr(int* address, int bits) { return __atomic_fetch_or(address, bits, __ATOMIC_SEQ_CST); }
+inline int atomicOr(int* address, int bits) { return __atomic_fetch_or(address, bits, __ATOMIC_RELAXED); }
 inline unsigned atomicOr(unsigned* address, unsigned bits) {
-  return __atomic_fetch_or(address, bits, __ATOMIC_SEQ_CST);
+  return __atomic_fetch_or(address, bits, __ATOMIC_RELAXED);
 }
 inline unsigned atomicInc(unsigned* address, unsigned last) {
   return voltune_atomic(address, [=](unsigned old) { return old >= last ? 0u : old + 1u; });
 }
-inline int atomicExch(int* address, int value) { return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST); }
+inline int atomicExch(int* address, int value) { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); }
 inline unsigned atomicExch(unsigned* address, unsigned value) {
-  return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST);
+  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
 inline float atomicExch(float* address, float value) {
   return voltune_atomic(address, [=](float) { return value; });
 }
 inline int atomicCAS(int* address, int expected, int value) {
-  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
 inline unsigned atomicCAS(unsigned* address, unsigned expected, unsigned value) {
-  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
 

@@ -34,7 +34,8 @@ const size_t kPage = sysconf(_SC_PAGESIZE);
 // The same order as _FAULTS in host.py.
 enum Fault : int {
   kNone, kMemory, kStackOverflow, kSignal, kMisaligned, kIndex, kShift, kDivergentBarrier, kExitedBarrier,
-  kMaskWithoutSelf, kMismatch, kAbsentLane, kDeadlock, kSharedOverrun, kTimeout, kResource
+  kMaskWithoutSelf, kMismatch, kAbsentLane, kDeadlock, kSharedOverrun, kTimeout, kResource, kSharedRace, kGlobalRace,
+  kUnfenced
 };
 
 struct Wait { int op, line; unsigned mask; };
@@ -42,15 +43,22 @@ struct Wait { int op, line; unsigned mask; };
 // Written by the first worker that faults, read by the caller. Mirrored field by field by host.py.
 struct Report {
   int claimed, fault;
-  unsigned block_x, block_y, thread, other;
+  unsigned block_x, block_y, thread, other, other_x, other_y;
   int line, write;
-  uint64_t address, pc, arena, arena_bytes;
+  uint64_t address, pc, caller, arena, arena_bytes;
   char detail[96];
   uint64_t next, finished;
   Wait waits[kThreads];
 };
 
-struct Launch { unsigned grid_x, grid_y, block, shared, order, workers; const unsigned long long* slots; };
+// An operand that kernels may write, and the first of its words among those of all of them.
+struct Written { uint64_t begin, bytes, first; };
+
+struct Launch {
+  unsigned grid_x, grid_y, block, shared, order, workers, written_count;
+  const unsigned long long* slots;
+  const Written* written;
+};
 
 struct Run {
   Report* report;
@@ -99,7 +107,7 @@ struct Where {
   uint64_t address = 0, pc = 0;
   int write = -1;
   const char* detail = "";
-  unsigned other = 0;
+  unsigned other = 0, other_x = 0, other_y = 0;
 };
 
 [[noreturn]] void fault(Fault kind, const Where& where) {
@@ -108,6 +116,8 @@ struct Where {
   report->block_y = running_block.y;
   report->thread = where.thread;
   report->other = where.other;
+  report->other_x = where.other_x;
+  report->other_y = where.other_y;
   report->line = where.line;
   report->write = where.write;
   report->address = where.address;
@@ -120,6 +130,12 @@ struct Where {
   _exit(1);
 }
 
+}  // namespace
+
+#include "host_order.h"
+
+namespace {
+
 void on_signal(int number, siginfo_t* info, void* context) {
   const uint64_t address = reinterpret_cast<uint64_t>(info->si_addr);
   uint64_t pc = 0;
@@ -129,6 +145,7 @@ void on_signal(int number, siginfo_t* info, void* context) {
   pc = static_cast<uint64_t>(registers[REG_RIP]) - reinterpret_cast<uint64_t>(&__ehdr_start);
   write = registers[REG_ERR] >> 1 & 1;  // the page fault's error code
 #endif
+  report->caller = caller();
   if (number == SIGTERM) fault(kTimeout, {.pc = pc});
   if (number != SIGSEGV && number != SIGBUS) fault(kSignal, {.address = static_cast<uint64_t>(number), .pc = pc});
   const bool on_stacks = address - reinterpret_cast<uint64_t>(stacks) < launch.block * (kPage + kStack);
@@ -257,6 +274,7 @@ void check_untouched(const char* begin, const char* end) {
 
 void run_block(unsigned block) {
   running_block = {block % launch.grid_x, block / launch.grid_x, 0};
+  begin_cta(block);
   uint64_t state = (static_cast<uint64_t>(launch.order) << 32) + block;
   const unsigned count = (launch.block + 31) / 32;
   fill_order(warp_order, count, launch.order, state);
@@ -314,6 +332,8 @@ void open_pages(char* address, size_t bytes) {
   if (launch.shared) {
     arena = launch.order & 1 ? arena_pages : arena_pages + arena_page_bytes - (launch.shared + 15) / 16 * 16;
   }
+  find_operands();
+  uses = reinterpret_cast<Use*>(map(launch.shared / 4 * sizeof(Use) + sizeof(Use), PROT_READ | PROT_WRITE));
   stacks = map(launch.block * (kPage + kStack), PROT_NONE);
   for (unsigned thread = 0; thread < launch.block; ++thread) {
     open_pages(stacks + thread * (kPage + kStack) + kPage, kStack);
@@ -342,6 +362,7 @@ extern "C" void voltune_syncthreads(int line) {
   barrier_line = line;
   if (++arrived == launch.block) {
     arrived = 0;
+    pass_barrier();
     release_all();
   }
   run_next(fibers[thread], thread);
@@ -357,17 +378,18 @@ static void multiply_add(const unsigned long long* values) {
   constexpr unsigned K = 8;
   for (unsigned quadpair = 0; quadpair < 4; ++quadpair) {
     const voltune_mma_operands* lanes[8];
-    double b[K][8];
+    float b[K][8];  // floats, which a CPU converts to where it has no way from f16 to double
     for (unsigned p = 0; p < 8; ++p) {
       lanes[p] = reinterpret_cast<const voltune_mma_operands*>(values[quadpair * 4 + p % 4 + p / 4 * 16]);
       for (unsigned k = 0; k < K; ++k) b[k][p] = half_to_float(lanes[p]->b[k / 2] >> (k % 2 * 16));
     }
     for (unsigned c = 0; c < 4; ++c) {
       for (unsigned row = 0; row < 8; ++row) {
+        float a[K];
         double sums[8] = {};
+        for (unsigned k = 0; k < K; ++k) a[k] = half_to_float(lanes[row]->a[c][k / 2] >> (k % 2 * 16));
         for (unsigned k = 0; k < K; ++k) {
-          const double a = half_to_float(lanes[row]->a[c][k / 2] >> (k % 2 * 16));
-          for (unsigned column = 0; column < 8; ++column) sums[column] += a * b[k][column];
+          for (unsigned column = 0; column < 8; ++column) sums[column] += static_cast<double>(a[k]) * b[k][column];
         }
         for (unsigned column = 0; column < 8; ++column) {
           float& d = lanes[(row & 5) | (column & 2)]->d[8 * c + ((row & 2) | (column & 5))];
@@ -446,14 +468,18 @@ EXPORT Run* voltune_start(const Launch* wanted) {
   const unsigned blocks = wanted->grid_x * wanted->grid_y;
   auto* run = static_cast<Run*>(calloc(1, sizeof(Run)));
   if (!run) return nullptr;
-  run->mapped = sizeof(Report) + sizeof(unsigned) * blocks;
-  void* shared = mmap(nullptr, run->mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  uint64_t words = 0;
+  for (unsigned i = 0; i < wanted->written_count; ++i) words += (wanted->written[i].bytes + 3) / 4;
+  run->mapped = sizeof(Report) + sizeof(uint64_t) * words + (sizeof(Released) + sizeof(unsigned)) * blocks;
+  void* shared = mmap(nullptr, run->mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (shared == MAP_FAILED) {
     free(run);
     return nullptr;
   }
   run->report = static_cast<Report*>(shared);
-  auto* order = reinterpret_cast<unsigned*>(run->report + 1);
+  auto* kept = reinterpret_cast<uint64_t*>(run->report + 1);
+  auto* let_out = reinterpret_cast<Released*>(kept + words);
+  auto* order = reinterpret_cast<unsigned*>(let_out + blocks);
   uint64_t state = wanted->order;
   fill_order(order, blocks, wanted->order, state);
   // No handler of the caller's may run in a worker: signals wait until the worker has set its own.
@@ -466,6 +492,8 @@ EXPORT Run* voltune_start(const Launch* wanted) {
     if (pid == 0) {
       report = run->report;
       launch = *wanted;
+      stores = kept;
+      released = let_out;
       work(order, blocks);
     }
     if (pid < 0) {
