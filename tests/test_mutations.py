@@ -286,13 +286,13 @@ MUTATIONS = (
     ),
     # Barriers
     Mutation(
-        "barrier of the segments after ids", "(shared.experts);\n    __syncthreads();", "(shared.experts);", TIMEOUT
+        "barrier of the segments after ids", "(shared.experts);\n    __syncthreads();", "(shared.experts);", REPORT
     ),
     Mutation(
         "barrier of the segments after first slots",
         "shared.experts[slot]], slot);\n    }\n    __syncthreads();",
         "shared.experts[slot]], slot);\n    }",
-        TIMEOUT,
+        REPORT,
     ),
     Mutation(
         "barrier of the segments after their bits",
@@ -304,14 +304,14 @@ MUTATIONS = (
         "barrier between W13's staging and multiplying",
         "F::stage(arena.rows, count, row_of);\n        __syncthreads();",
         "F::stage(arena.rows, count, row_of);",
-        FLOAT64,
+        REPORT,
     ),
-    Mutation("barrier before W13 adds the parts", "__syncthreads();\n      finish(", "finish(", FLOAT64),
+    Mutation("barrier before W13 adds the parts", "__syncthreads();\n      finish(", "finish(", REPORT),
     Mutation(
         "barrier after W13 has added the parts, where no rows are staged",
         "if (!F::kStages && left > F::kPassRows) __syncthreads();",
         "",
-        ORDERS,
+        REPORT,
         config=TENSOR,
     ),
     Mutation(
@@ -324,20 +324,20 @@ MUTATIONS = (
         "barrier between W2's staging and multiplying",
         "F::stage_fp32(arena.rows, count, load);\n      __syncthreads();",
         "F::stage_fp32(arena.rows, count, load);",
-        FLOAT64,
+        REPORT,
     ),
     Mutation(
         "barrier before W2 adds the parts",
         "__syncthreads();\n        finish(",
         "finish(",
-        FLOAT64,
+        REPORT,
         config=W2_SPLIT,
     ),
     Mutation(
         "barrier before W2 stages the next rows",
         "__syncthreads();  // the next pass stages",
         "// the next pass stages",
-        FLOAT64,
+        REPORT,
     ),
     Mutation(
         "barrier after a ticket",
@@ -534,7 +534,7 @@ MUTATIONS = (
         "ticket counter closed by the first to find no work",
         "ticket == end + (int)gridDim.x - 1",
         "ticket == end",
-        TIMEOUT,
+        REPORT,
     ),
     # Tensor cores
     Mutation(
@@ -697,7 +697,7 @@ MUTATIONS = (
         "tensor cores: barrier between W2's staging and multiplying",
         "F::stage_fp32(arena.rows, count, load);\n      __syncthreads();",
         "F::stage_fp32(arena.rows, count, load);",
-        TIMEOUT,
+        REPORT,
         config=TENSOR,
     ),
     Mutation(
@@ -942,7 +942,7 @@ class Mutant:
 @pytest.fixture(autouse=True)
 def _quick_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant is compiled for a few runs of a tenth of a second."""
-    monkeypatch.setattr(host, "_FLAGS", tuple("-O0" if flag == "-O2" else flag for flag in host._FLAGS))
+    monkeypatch.setattr(host, "_FLAGS", tuple("-Og" if flag == "-O2" else flag for flag in host._FLAGS))
 
 
 @lru_cache

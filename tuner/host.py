@@ -44,7 +44,7 @@ _CHECKS = ("-fsanitize=alignment,bounds,shift-exponent", "-fno-sanitize-recover=
 # A call before each access of memory. They call into host_order.h, not into libtsan.
 _WATCHED = (
     *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
-    "--param=tsan-distinguish-volatile=1",
+    *("--param=tsan-distinguish-volatile=1", "-fno-optimize-sibling-calls"),  # a call that returns says from where
 )
 _ALONE = ("-nostdinc", "-nostdinc++")  # a source includes nothing, as for NVRTC
 
