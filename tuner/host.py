@@ -5,6 +5,9 @@ order and are spread over worker processes, each of which begins a CTA when its 
 for what others that began before it will do without it. A fault ends a worker, never the caller, and is raised as
 LaunchFailed with kernel, block, thread and source line.
 
+The kernels tell `host_order.h` of each access: two warps that meet in a word of shared memory with no barrier between,
+and a plain store that another CTA meets before a fence has let it out, are faults too, whoever happened to run first.
+
 Every operand lies between pages that may not be touched (`memory`), and what is left of its own pages is checked after
 each launch. Inputs are read-only while kernels run; workspace and outputs start as 0xFF bytes, counters as zeros.
 """
@@ -33,6 +36,7 @@ _HERE = Path(__file__).parent
 _SHIM = _HERE / "host_cuda.h"
 _RUNTIME = _HERE / "host_runtime.cpp"
 _ORDER = _HERE / "host_order.h"
+_CTAS = (1 << 24) - 1  # as host_order.h numbers them
 # No contraction, integers that wrap as the GPU's do, and neither aliasing nor the end of a loop taken for granted.
 _FLAGS = (
     *("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-math-errno"),
@@ -41,10 +45,11 @@ _FLAGS = (
 _OBJECT = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w")
 # What C++ leaves open and a GPU traps or defines otherwise. They call into host_runtime.cpp, not into libubsan.
 _CHECKS = ("-fsanitize=alignment,bounds,shift-exponent", "-fno-sanitize-recover=all", "-fstack-clash-protection", "-g1")
-# A call before each access of memory. They call into host_order.h, not into libtsan.
+# Before each access of memory a call into host_order.h, not into libtsan: which says from where, as it is never a tail
+# call, and of accesses that the source has, as none is brought forward out of a condition.
 _WATCHED = (
-    *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
-    *("--param=tsan-distinguish-volatile=1", "-fno-optimize-sibling-calls"),  # a call that returns says from where
+    *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"),
+    *("-fno-optimize-sibling-calls", "-fno-hoist-adjacent-loads"),
 )
 _ALONE = ("-nostdinc", "-nostdinc++")  # a source includes nothing, as for NVRTC
 
@@ -156,8 +161,7 @@ class _Launch(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "block", "shared", "order", "workers")),
-        ("written_count", ctypes.c_uint),
-        *((name, ctypes.c_void_p) for name in ("slots", "written")),
+        *(("slots", ctypes.c_void_p), ("written", ctypes.c_void_p), ("written_count", ctypes.c_uint)),
     )
 
 
@@ -179,8 +183,8 @@ def execute(
 
     Raises RequestError for operands that do not fit, MissingTool and BuildFailed from compiling, LaunchFailed for a
     fault, an access outside a buffer, a write to an input, a barrier or warp collective that not all of its threads
-    reach, an element of an output left unwritten, or a counter not left zero, TrialTimeout when the launches together
-    take longer than `timeout_s` seconds.
+    reach, accesses that no barrier or fence parts (docs/verification.md says which), an element of an output left
+    unwritten, or a counter not left zero, TrialTimeout when the launches together take longer than `timeout_s` seconds.
     """
     memory = Memory(plan, operands, tokens, flush_right=order % 2 == 0)
     libraries = [compile(sources[launch.stage]) for launch in plan.launches]
@@ -203,14 +207,15 @@ def _launch(launch: Launch, path: Path, memory: Memory, order: int, deadline: fl
             f"{', '.join(launch.arguments)}"
         )
     grid = tuple(size.at(memory.tokens) for size in launch.grid)
-    if min(grid) < 1 or not 1 <= launch.block <= 1024:
-        raise LaunchFailed(f"kernel {launch.kernel}: grid {grid}, {launch.block} threads; expected 1 up, and 1 to 1024")
+    if min(grid) < 1 or grid[0] * grid[1] > _CTAS or not 1 <= launch.block <= 1024:
+        expected = f"expected 1 up, {_CTAS} CTAs at most, and 1 to 1024"
+        raise LaunchFailed(f"kernel {launch.kernel}: grid {grid}, {launch.block} threads; {expected}")
     slots = (ctypes.c_uint64 * max(len(wanted), 1))(*(memory.slot(name) for name in launch.arguments))
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     written = _written(memory)
     chosen = _Launch(
-        *(*grid, launch.block, launch.shared.at(memory.tokens), order, workers, len(written)),
-        *(ctypes.addressof(slots), ctypes.addressof(written)),
+        *(*grid, launch.block, launch.shared.at(memory.tokens), order, workers),
+        *(ctypes.addressof(slots), ctypes.addressof(written), len(written)),
     )
     run = library.voltune_start(ctypes.byref(chosen))
     if not run:
@@ -242,6 +247,7 @@ def _launch(launch: Launch, path: Path, memory: Memory, order: int, deadline: fl
 
 
 def _written(memory: Memory) -> "ctypes.Array[_Written]":
+    """The operands that kernels may write, and where in host_order.h's shadow of them each begins."""
     ranges, first = [], 0
     for name in memory.results:
         mapping = memory.mappings[name]

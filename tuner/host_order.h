@@ -49,9 +49,9 @@ struct Store { uint64_t block : 24, warp : 5, bytes : 4, time : 31; };
 // What a CTA's fences have let out: stores up to these times, of each warp and of all of them.
 struct Released { unsigned of_warp[32], of_all; };
 
-uint64_t* stores;           // a Store a word of the operands that kernels may write, one operand after another
-Released* released;         // [CTAs]
-uint64_t lowest, span;      // where those operands lie, and much else perhaps
+uint64_t* stores;       // a Store a word of the operands that kernels may write, one operand after another
+Released* released;     // [CTAs]
+uint64_t lowest, span;  // where those operands lie, and much else perhaps
 
 struct Clock {
   unsigned block, now, barrier;
@@ -77,7 +77,8 @@ bool is_released(const Store& store) {
 void check_store(const Store& store, Kind kind, uint64_t address) {
   Where where{.address = address, .pc = caller(), .write = writes(kind), .other = store.warp};
   if (store.block == cta.block) {
-    const bool seen = store.warp == running_thread.x / 32 || store.time <= cta.barrier || store.time <= cta.seen[store.warp];
+    const bool own = store.warp == running_thread.x / 32;
+    const bool seen = own || store.time <= cta.barrier || store.time <= cta.seen[store.warp];
     if (kind == kRead && !seen) fault(kGlobalRace, where);
   } else if (!is_released(store)) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);  // a CPU may see a store before the fence that was ahead of it

@@ -55,9 +55,10 @@ struct Report {
 struct Written { uint64_t begin, bytes, first; };
 
 struct Launch {
-  unsigned grid_x, grid_y, block, shared, order, workers, written_count;
+  unsigned grid_x, grid_y, block, shared, order, workers;
   const unsigned long long* slots;
   const Written* written;
+  unsigned written_count;
 };
 
 struct Run {
