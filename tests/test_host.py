@@ -586,8 +586,15 @@ def test_a_warp_that_reads_what_another_of_its_block_stored_without_a_barrier_is
     assert run(body.format(between="__syncthreads();"), out=("int32", 64), block=64).tolist() == [
         t ^ 32 for t in range(64)
     ]
+    fenced = f"{LANE} out[t] = t; __threadfence_block(); if (t >= 32) out[t] = out[t - 32];"
+    assert run(fenced, out=("int32", 64), block=64).tolist() == [t % 32 for t in range(64)]
     alone = body.format(between="").replace("t ^ 32", "t ^ 31").replace("int other", "__syncwarp(); int other")
     assert run(alone, out=("int32", 64), block=64, order=order).tolist() == [t ^ 31 for t in range(64)]
+
+
+def test_more_blocks_than_can_be_told_apart_are_refused() -> None:
+    with pytest.raises(LaunchFailed, match=r"grid \(8192, 2048\), 32 threads; expected 1 up, 16777215 CTAs at most"):
+        run("out[threadIdx.x] = 0;", grid=(8192, 2048))
 
 
 def test_the_next_launch_may_read_what_any_block_stored() -> None:
@@ -1037,6 +1044,10 @@ def test_a_damaged_library_is_compiled_again() -> None:
         ("#include <cstdint>\n" + EMPTY, "no include path in which to search for cstdint"),
         ('extern "C" __global__ void another() {}', "'voltune_toy' was not declared"),
         ('extern "C" __global__ void voltune_toy(int* out) { __shared__ int box; }', "'__shared__' was not declared"),
+        (
+            'extern "C" __global__ void voltune_toy(char* out) { __atomic_fetch_add(out, 1, __ATOMIC_RELAXED); }',
+            "undefined reference to `__tsan_atomic8_fetch_add'",
+        ),
     ],
 )
 def test_a_source_that_gpp_refuses_fails_with_its_log(text: str, told: str) -> None:

@@ -124,7 +124,7 @@ def compile(source: Source) -> Path:
             place = f"-ffile-prefix-map={folder}=."
             command = [gxx, "-c", *flags, place, "-include", str(_SHIM), f"{source.kernel}.cpp", "-o", "kernel.o"]
             run_compiler(source.kernel, command, folder)
-            command = [gxx, "-shared", "kernel.o", str(runtime), "-lm", "-o", str(path)]
+            command = [gxx, "-shared", "-Wl,-z,defs", "kernel.o", str(runtime), "-lm", "-o", str(path)]
             run_compiler(source.kernel, command, folder)
 
     key = digest(text, *_texts(), *flags, machine)

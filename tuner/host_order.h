@@ -1,6 +1,6 @@
 // Who used which word since when: so that a barrier or a fence that is missing shows, whoever happened to run first.
-// -fsanitize=thread has a kernel call the functions below before each access; nothing of libtsan is linked. The rules are
-// machine.cpp's, which holds stores back where this remembers them. Included once, by host_runtime.cpp.
+// -fsanitize=thread has a kernel call this before each access; nothing of libtsan is linked. docs/verification.md has
+// the rules, which are nearly those of machine.cpp. Included once, by host_runtime.cpp.
 
 namespace {
 
@@ -17,7 +17,7 @@ uint64_t returns_to;
 uint64_t caller() { return returns_to ? returns_to - 1 - reinterpret_cast<uint64_t>(&__ehdr_start) : 0; }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
-// The warps that wrote a word plainly, that changed it by atomics and that read it, since the barrier that began `epoch`.
+// The warps that wrote a word plainly, changed it by atomics and read it, since the barrier that began `epoch`.
 struct Use { unsigned epoch, writers, adders, readers; };
 Use* uses;  // [words of the arena]
 unsigned epoch;
@@ -41,9 +41,9 @@ template <Kind kind>
 }
 
 // ---- global memory ------------------------------------------------------------------------------------------------
-// The last plain store to a word of an operand, as all workers see it: by which bytes of it, and when, in its CTA's time,
-// which moves on between two stores with a fence or a barrier between. None without bytes. Where several have stored
-// parts of a word, the last part is remembered.
+// The last plain store to a word of an operand, as all workers see it: to which bytes (none: there was no store), and
+// when by its CTA's clock, which moves on from one store to the next where a fence or a barrier lies between. So no
+// clock gets past its bits in a launch's time.
 struct Store { uint64_t block : 24, warp : 5, bytes : 4, time : 31; };
 
 // What a CTA's fences have let out: stores up to these times, of each warp and of all of them.
@@ -187,9 +187,9 @@ extern "C" void __tsan_atomic_thread_fence(int order) {
 
 namespace {
 
-// An atomic access is made here, in sequence with all others; the order asked for says whether it is a fence as well.
+// An atomic access, made here in sequence with all others; the order asked for says whether it is a fence as well.
 template <Kind kind, class Access>
-[[gnu::always_inline]] inline auto make(volatile void* address, uint64_t bytes, int order, Access access) {
+[[gnu::always_inline]] inline auto atomically(volatile void* address, uint64_t bytes, int order, Access access) {
   if (writes(kind) && order >= __ATOMIC_RELEASE) fence(true);
   use<kind>(address, bytes);
   return access();
@@ -199,22 +199,25 @@ template <Kind kind, class Access>
 
 #define VOLTUNE_STEP(bits, T, name) \
   extern "C" T __tsan_atomic##bits##_##name(volatile T* address, T value, int order) { \
-    return make<kAtomic>(address, sizeof(T), order, [&] { return __atomic_##name(address, value, __ATOMIC_SEQ_CST); }); \
+    return atomically<kAtomic>(address, sizeof(T), order, \
+                               [&] { return __atomic_##name(address, value, __ATOMIC_SEQ_CST); }); \
   }
 #define VOLTUNE_ATOMICS(bits, T) \
   extern "C" T __tsan_atomic##bits##_load(const volatile T* address, int order) { \
-    return make<kStrongRead>(const_cast<T*>(address), sizeof(T), order, \
-                               [&] { return __atomic_load_n(address, __ATOMIC_SEQ_CST); }); \
+    return atomically<kStrongRead>(const_cast<T*>(address), sizeof(T), order, \
+                                   [&] { return __atomic_load_n(address, __ATOMIC_SEQ_CST); }); \
   } \
   extern "C" void __tsan_atomic##bits##_store(volatile T* address, T value, int order) { \
-    make<kStrongWrite>(address, sizeof(T), order, [&] { __atomic_store_n(address, value, __ATOMIC_SEQ_CST); }); \
+    atomically<kStrongWrite>(address, sizeof(T), order, \
+                             [&] { __atomic_store_n(address, value, __ATOMIC_SEQ_CST); }); \
   } \
   extern "C" T __tsan_atomic##bits##_exchange(volatile T* address, T value, int order) { \
-    return make<kAtomic>(address, sizeof(T), order, \
-                           [&] { return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST); }); \
+    return atomically<kAtomic>(address, sizeof(T), order, \
+                               [&] { return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST); }); \
   } \
-  extern "C" bool __tsan_atomic##bits##_compare_exchange_strong(volatile T* address, T* expected, T value, int order, int) { \
-    return make<kAtomic>(address, sizeof(T), order, [&] { \
+  extern "C" bool __tsan_atomic##bits##_compare_exchange_strong(volatile T* address, T* expected, T value, int order, \
+                                                                int) { \
+    return atomically<kAtomic>(address, sizeof(T), order, [&] { \
       return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
     }); \
   } \

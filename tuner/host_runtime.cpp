@@ -105,7 +105,7 @@ void fill_order(unsigned* out, unsigned count, unsigned order, uint64_t& state) 
 struct Where {
   unsigned thread = running_thread.x;
   int line = 0;
-  uint64_t address = 0, pc = 0;
+  uint64_t address = 0, pc = 0, caller = 0;  // `caller`: of this library, where the kernel itself was not running
   int write = -1;
   const char* detail = "";
   unsigned other = 0, other_x = 0, other_y = 0;
@@ -123,6 +123,7 @@ struct Where {
   report->write = where.write;
   report->address = where.address;
   report->pc = where.pc;
+  report->caller = where.caller;
   report->arena = reinterpret_cast<uint64_t>(arena);
   report->arena_bytes = launch.shared;
   strncpy(report->detail, where.detail, sizeof report->detail - 1);
@@ -146,11 +147,13 @@ void on_signal(int number, siginfo_t* info, void* context) {
   pc = static_cast<uint64_t>(registers[REG_RIP]) - reinterpret_cast<uint64_t>(&__ehdr_start);
   write = registers[REG_ERR] >> 1 & 1;  // the page fault's error code
 #endif
-  report->caller = caller();
-  if (number == SIGTERM) fault(kTimeout, {.pc = pc});
-  if (number != SIGSEGV && number != SIGBUS) fault(kSignal, {.address = static_cast<uint64_t>(number), .pc = pc});
+  const auto told = [&](Fault kind, uint64_t about) {
+    fault(kind, {.address = about, .pc = pc, .caller = caller(), .write = write});
+  };
+  if (number == SIGTERM) told(kTimeout, 0);
+  if (number != SIGSEGV && number != SIGBUS) told(kSignal, static_cast<uint64_t>(number));
   const bool on_stacks = address - reinterpret_cast<uint64_t>(stacks) < launch.block * (kPage + kStack);
-  fault(on_stacks ? kStackOverflow : kMemory, {.address = address, .pc = pc, .write = write});
+  told(on_stacks ? kStackOverflow : kMemory, address);
 }
 
 // ---- fibers -------------------------------------------------------------------------------------------------------
