@@ -95,11 +95,20 @@ WEAKENED = {
         "*address = value",
         UNFENCED,
     ),
-    "a ticket": ("atomicAdd(counters, 1)", "(*counters)++", UNFENCED),
-    "a count of readers": ("atomicAdd(readers, 1)", "(*readers)++", UNFENCED),
-    "an expert's first slot": (
-        "atomicMin(&shared.first[shared.experts[slot]], slot)",
-        "shared.first[shared.experts[slot]] = min(shared.first[shared.experts[slot]], slot)",
+    "a ticket": ("atomicInc(counters, 0x7fffffffu)", "(*counters)++", UNFENCED),
+    "a count of readers": (
+        "atomicAdd(readers + slots[threadIdx.x], 1u)",
+        "readers[slots[threadIdx.x]] += 1u",
+        UNFENCED,
+    ),
+    "an expert's slots": (
+        "atomicExch(&shared.first[e], slot);",
+        "shared.first[e]; shared.first[e] = slot;",
+        MEET,
+    ),
+    "an expert's bit": (
+        "atomicOr(&shared.present[e / 32], 1u << e % 32)",
+        "shared.present[e / 32] |= 1u << e % 32",
         MEET,
     ),
 }
