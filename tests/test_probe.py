@@ -273,11 +273,15 @@ def test_another_gpu_is_refused_unless_ptx_is_asked_for(own: Path, monkeypatch: 
     assert not (own / "other.jsonl").exists()
 
 
-def test_when_time_is_up_the_rest_is_said_to_be_skipped(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_time_is_up_the_rest_is_said_to_be_skipped_and_the_board_still_looked_at(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert answer(own, monkeypatch, "short.jsonl", "--minutes", "0") == 0
     found = chain.read(own / "short.jsonl")
     assert found.whole
-    assert {kind for kind, _ in found.records} == {"header", "skipped", chain.END}
+    assert {kind for kind, _ in found.records[1:-2]} == {"skipped"}
+    (last, board), (end, _) = found.records[-2:]
+    assert (last, board["when"], end) == ("board", "after", chain.END)
 
 
 def test_in_processes_of_its_own_kernels_that_write_nothing_are_recorded_as_wrong(own: Path) -> None:
