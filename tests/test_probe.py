@@ -42,11 +42,13 @@ from tuner import (
     winners,
 )
 from tuner.build import Image
+from tuner.calibrate import Observation
 from tuner.errors import MissingTool, RequestError
 from tuner.measure import DeviceExecutor
+from tuner.model import FITTED
 from tuner.render import Source
 
-CONTRACT = replace(SMALL, name="few", tensor_parallel=2, intermediate=128, levels=(1, 2))
+CONTRACT = replace(SMALL, name="few", tensor_parallel=2, intermediate=128, levels=(1, 4))
 OP = plan.make(CONTRACT, space.default(CONTRACT)).launch("op")
 CONFIGS = 2
 
@@ -116,7 +118,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("no gcc here")
     place = tmp_path_factory.mktemp("probe")
     first = made(CONTRACT)
-    levels = {1: first.levels[1], 2: replace(first.levels[2], config=TENSOR)}
+    levels = {1: first.levels[1], 4: replace(first.levels[4], config=TENSOR)}
     winners.write(replace(first, levels=levels), place / "set")
     driver_c = Path(__file__).parent / "fake_libcuda.c"
     subprocess.run(["gcc", "-O1", "-fPIC", "-shared", "-o", str(place / "libcuda.so"), str(driver_c)], check=True)
@@ -229,7 +231,7 @@ def test_the_answer_has_every_part_and_every_kernel_is_right(tools: Path) -> Non
 def test_kernels_are_timed_by_the_drivers_clock_and_loads_alone_beside_them(tools: Path) -> None:
     cells = [each for kind, each in records(tools) if kind == "cell"]
     assert {(each["tokens"], each["routing"]) for each in cells} == {
-        (n, r) for n in (1, 2) for r in ("uniform", "zipf")
+        (n, r) for n in (1, 4) for r in ("uniform", "zipf")
     }
     for each in cells:
         assert not each["wrong"]
@@ -307,12 +309,11 @@ def test_the_driver_alone_has_all_that_the_executor_calls() -> None:
 
 
 # ---- what is read -------------------------------------------------------------------------------------------------
-def test_the_answer_is_read_back_with_predictions_a_fit_and_winners(own: Path) -> None:
+def test_the_answer_is_read_back_with_predictions_and_winners(own: Path) -> None:
     found = answers.read(own / "answer.jsonl", CONTRACT)
     assert found.marks == ()
     means = probed.findings(found)
     assert len(means.rows) == 4 + 2  # a winner or the default; both where they differ
-    assert means.fit is not None
     us = {
         name: each for name, each in found.cells[0].us.items() if name != "copy" and not name.startswith(probing.LOADS)
     }
@@ -320,7 +321,54 @@ def test_the_answer_is_read_back_with_predictions_a_fit_and_winners(own: Path) -
     for each in means.proposals:
         saved = 1 - us[fastest][0] / us[found.kit.default][0]
         assert each.config == (fastest if saved >= 0.03 else found.kit.default)
-    assert [each.tokens for each in means.proposals] == [1, 2]
+    assert [each.tokens for each in means.proposals] == [1, 4]
+
+
+def timed(place: Path, truth: Callable[[Observation], float]) -> probed.Findings:
+    """What follows from an answer with other times."""
+    observed = probed.findings(answers.read(place / "answer.jsonl", CONTRACT)).observed
+    us = {(o.level.tokens, o.level.routing, o.plan.config.key()): truth(o) for o in observed}
+
+    def change(kind: str, content: dict[str, Any]) -> None:
+        if kind == "cell":
+            where = content["tokens"], content["routing"]
+            content["us"] |= {n: [us[*where, n]] * 3 for n in content["us"] if (*where, n) in us}
+
+    return probed.findings(answers.read(forged(place, change), CONTRACT))
+
+
+OTHER_GPU = replace(FITTED, dram=FITTED.dram / 2, w13_clocks=2 * FITTED.w13_clocks)
+
+
+def test_a_fit_that_also_predicts_what_it_has_not_seen_is_given(own: Path) -> None:
+    means = timed(own, lambda one: one.predicted(OTHER_GPU))
+    assert means.fit is not None
+    assert [str(each.level) for each in means.refitted] == [str(each.level) for each in means.quality]
+    for before, after in zip(means.quality, means.refitted, strict=True):
+        assert after.error < before.error / 2
+
+
+def test_a_fit_that_predicts_what_it_has_not_seen_no_better_than_the_model_is_not_given(own: Path) -> None:
+    means = timed(own, lambda one: one.predicted(FITTED if one.level.held_out else OTHER_GPU))
+    assert (means.fit, means.refitted) == (None, ())
+    assert any(remark.startswith("no fit to this file: where not fitted") for remark in means.remarks)
+
+
+@pytest.mark.parametrize("left", [(1, "uniform"), (4, "uniform"), (1, "zipf")])
+def test_one_cell_is_not_fitted_to_and_one_fit_is_not_taken_without_another_cell_to_judge_it(
+    own: Path, left: tuple[int, str]
+) -> None:
+    kept = [left] if left[1] == "uniform" else [left, (4, "uniform")]
+    path = own / "cells.jsonl"
+    path.unlink(missing_ok=True)
+    with chain.Writer(path) as writer:
+        for kind, content in records(own):
+            if kind != "cell" or (content["tokens"], content["routing"]) in kept:
+                writer.write(kind, **content)
+    means = probed.findings(answers.read(path, CONTRACT))
+    assert means.fit is None
+    assert len(means.quality) == len(kept)
+    assert any("a fit takes 2 of them and one to judge it by" in remark for remark in means.remarks)
 
 
 def test_the_command_prints_it_and_writes_no_set(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +388,7 @@ def test_its_timings_can_be_fitted_together_with_others(own: Path, monkeypatch: 
     monkeypatch.setattr(calibrate.contract, "load", lambda name: {"few": CONTRACT}[name])
     observed = calibrate.read([own / "v100.csv"])
     assert {str(each.level) for each in observed} == {
-        f"few, V100-PCIE-32GB, {n} tokens, {routed}" for n in (1, 2) for routed in ("uniform", "zipf")
+        f"few, V100-PCIE-32GB, {n} tokens, {routed}" for n in (1, 4) for routed in ("uniform", "zipf")
     }
     assert [str(each) for each in calibrate.quality(observed)] == [str(e) for e in probed.findings(found).quality]
 
@@ -508,12 +556,18 @@ def test_another_gpus_answer_proposes_nothing_for_a_v100(own: Path) -> None:
         if kind == "header":
             content["gpu"] |= {"name": "NVIDIA H200", "capability": [9, 0]}
             content["code"] = "ptx"
+        if kind == "cell":
+            content["us"] |= {name: [20.0] * 3 for name in content["us"]}
 
     found = answers.read(forged(own, change), CONTRACT)
     assert any("no V100's" in mark for mark in found.marks)
     means = probed.findings(found)
     assert means.proposals == ()
-    assert means.fit is not None
+    tensor = {name for name in found.kit.kernels if "tensor" in name}
+    assert found.imitated == tensor != set(found.kit.kernels)
+    assert len(means.observed) == 4 * len([name for name in found.kit.kernels if name[:6] not in ("tensor", "loads:")])
+    assert [row[2:5] for row in means.rows if row[3] is None] == [("winner of v100-predicted", None, 20.0)] * 2
+    assert [remark for remark in means.remarks if "m8n8k4" in remark] == list(means.remarks[-1:])
 
 
 # ---- NVML ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 from tuner import chain, probing
 from tuner.contract import Contract
 from tuner.errors import RequestError, VoltuneError
-from tuner.probing import SCHEMA, Kit
+from tuner.probing import LOADS, SCHEMA, Kit
 
 Check = Callable[[object], bool]
 _US = 1e7  # at most: ten seconds
@@ -164,6 +164,13 @@ class Answer:
     def v100(self) -> bool:
         """Whether it says to be of sm_70 code on a GPU of that kind."""
         return _of_v100(self.records[0][1])
+
+    @property
+    def imitated(self) -> frozenset[str]:
+        """Arms on tensor cores, if the GPU has no unit for their m8n8k4, as sm_70 alone has."""
+        if self.records[0][1]["gpu"]["capability"] == [7, 0]:
+            return frozenset()
+        return frozenset(name for name in self.kit.kernels if name.removeprefix(LOADS).startswith("tensor-"))
 
     @property
     def wrong(self) -> frozenset[str]:
