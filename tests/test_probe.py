@@ -16,8 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_engine import NEWER, FakeEngine
 from frozen_set import made
 from small import SMALL, TENSOR
 
@@ -29,6 +31,7 @@ from tuner import (
     chain,
     cuda,
     device,
+    engine,
     host,
     measure,
     nvml,
@@ -38,12 +41,15 @@ from tuner import (
     probing,
     render,
     space,
+    tensors,
     trial,
     winners,
 )
 from tuner.build import Image
 from tuner.calibrate import Observation
-from tuner.errors import MissingTool, RequestError
+from tuner.device import Resident
+from tuner.engine import GROUPED, QPN, SINGLE
+from tuner.errors import LaunchFailed, MissingTool, RequestError
 from tuner.measure import DeviceExecutor
 from tuner.model import FITTED
 from tuner.render import Source
@@ -306,6 +312,126 @@ def test_the_driver_alone_has_all_that_the_executor_calls() -> None:
     called = set(re.findall(r"(?:_driver|_runtime|runtime)\.([A-Za-z]\w+)", Path(device.__file__).read_text()))
     assert len(called) > 30
     assert [name for name in sorted(called) if not hasattr(cuda.Cuda, name)] == []
+
+
+# ---- an engine beside it ------------------------------------------------------------------------------------------
+class EngineGraph:
+    """Stands for a captured torch graph."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], us: float) -> None:
+        self._us = us
+        for call in calls:
+            call()
+
+    def time_us(self) -> float:
+        if self._us < 0:
+            raise LaunchFailed("torch, replaying: out of memory")
+        return self._us
+
+
+def view(held: Resident) -> Any:
+    """The stand-in driver's memory is the CPU's."""
+    torch = pytest.importorskip("torch")
+    found = np.frombuffer((ctypes.c_char * held.nbytes).from_address(held.address), held.dtype).reshape(held.shape)
+    return torch.from_numpy(found.view(np.int32) if found.dtype == np.uint32 else found)
+
+
+@pytest.fixture
+def beside(own: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    """An engine that is installed; `us` a layer of it."""
+    options = {"us": 33.0}
+    torch = pytest.importorskip("torch")
+    fake = FakeEngine(CONTRACT, NEWER)
+    fake.register(monkeypatch)
+    monkeypatch.setattr(probing, "engines", lambda: {"vllm": "0.9"})
+    monkeypatch.setattr(tensors, "load", lambda: torch)
+    monkeypatch.setattr(tensors, "views", lambda torch, held: {name: view(each) for name, each in held.items()})
+    monkeypatch.setattr(tensors, "capture", lambda torch, first, calls: EngineGraph(calls, options["us"]))
+    (own / "beside.jsonl").unlink(missing_ok=True)
+    yield options
+    fake.forget()
+
+
+def test_an_engines_own_ops_are_judged_by_nobody_and_timed_in_the_same_rounds(
+    own: Path, beside: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answer(own, monkeypatch, "beside.jsonl") == 0
+    found = answers.read(own / "beside.jsonl", CONTRACT)
+    told = [each for kind, each in found.records if kind == "engine"]
+    assert {(each["arm"], each["tokens"]) for each in told} == {(QPN, 1), (SINGLE, 1), (GROUPED, 1), (GROUPED, 4)}
+    assert max(each["engine_l2"] for each in told) < 2e-4 < min(each["relative_l2"] for each in told)
+    for cell in found.cells:
+        assert {name for name in cell.us if name.startswith("engine:")} == set(engine.routes(cell.tokens))
+        assert all(list(cell.us[route]) == [33.0] * 3 for route in engine.routes(cell.tokens))
+    assert found.marks == ()
+    assert sum("relative L2" in line for line in found.told()) == 4
+    before, after = (probed.findings(answers.read(own / name, CONTRACT)) for name in ("answer.jsonl", "beside.jsonl"))
+    rows = [row for row in after.rows if str(row[2]).startswith("engine:")]
+    assert [row[:5] for row in rows if row[:2] == (4, "zipf")] == [(4, "zipf", GROUPED, None, 33.0)]
+    assert len(rows) == 2 * (3 + 1)
+    assert (after.proposals, after.quality) == (before.proposals, before.quality)
+
+
+def test_a_route_of_the_engine_that_fails_is_a_reason_and_all_else_is_there(
+    own: Path, beside: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("requires another shape")
+
+    monkeypatch.setattr(FakeEngine, "awq_moe_qpn_m1_sm70_out", refuses)
+    assert answer(own, monkeypatch, "beside.jsonl") == 0
+    found = answers.read(own / "beside.jsonl", CONTRACT)
+    assert [each for kind, each in found.records if kind == "no engine"] == [
+        {"arm": QPN, "reason": "C1: LaunchFailed: torch, running engine:qpn-m1: requires another shape"}
+    ]
+    assert [sorted({SINGLE, GROUPED, QPN} & set(cell.us)) for cell in found.cells if cell.tokens == 1] == [
+        [GROUPED, SINGLE]
+    ] * 2
+    assert found.marks == ()
+
+
+def test_an_engine_that_fails_in_the_rounds_leaves_the_kernels_their_times(
+    own: Path, beside: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside["us"] = -1.0
+    assert answer(own, monkeypatch, "beside.jsonl") == 0
+    found = answers.read(own / "beside.jsonl", CONTRACT)
+    first = found.cells[0]
+    reasons = [each["reason"] for kind, each in found.records if kind == "no engine"]
+    assert f"C{first.tokens} {first.routing}, beside the kernels: LaunchFailed: torch, replaying" in reasons[0]
+    assert {name for cell in found.cells for name in cell.us} == {*found.kit.kernels, "copy"}
+    assert len(found.cells) == 4
+
+
+ENGINE_BAD: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "a route for one token at four": ("cell", lambda each: each["us"].update({QPN: [1.0] * 3})),
+    "a route that is none": ("engine", lambda each: each.update(arm="engine:other")),
+    "an error that is a text": ("engine", lambda each: each.update(engine_l2="0")),
+    "a reason of no route": ("no engine", lambda each: each.update(arm="default")),
+    "a terminal's code in a reason": ("no engine", lambda each: each.update(reason="\x1b[2J")),
+}
+
+
+@pytest.mark.parametrize("what", ENGINE_BAD)
+def test_a_sound_chain_of_what_no_engine_gives_is_refused(own: Path, what: str) -> None:
+    where, change = ENGINE_BAD[what]
+    said: dict[str, Any] = {"tokens": 1, "case": "a", "inputs": "b", "nonfinite": 0}
+    said |= {"relative_l2": 3e-4, "engine_l2": 1e-4, "engine_ulps": 4.0}
+    more = [("engine", {"arm": GROUPED, **said}), ("no engine", {"arm": QPN, "reason": "none"})]
+    for changes in (False, True):
+        path = own / "forged.jsonl"
+        path.unlink(missing_ok=True)
+        with chain.Writer(path) as writer:
+            for kind, content in [records(own)[0], *more, *records(own)[1:]]:
+                content = json.loads(json.dumps(content))
+                if changes and kind == where:
+                    change(content)
+                writer.write(kind, **content)
+        if not changes:
+            answers.read(path, CONTRACT)
+            continue
+        with pytest.raises(RequestError):
+            answers.read(path, CONTRACT)
 
 
 # ---- what is read -------------------------------------------------------------------------------------------------

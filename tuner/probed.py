@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tuner import build, calibrate, choose, measure, model, probing, render
+from tuner import build, calibrate, choose, engine, measure, model, probing, render
 from tuner.answer import Answer
 from tuner.build import Image
 from tuner.calibrate import FIT_LEVELS, FIT_ROUTING, Level, Observation, Quality
@@ -149,11 +149,11 @@ def _observations(answer: Answer, images: Mapping[str, Image], device: str) -> I
     contract, left_out = answer.kit.contract, answer.wrong | answer.imitated
     for cell in answer.cells:
         level = Level(contract, device, cell.tokens, cell.routing)
-        for name, samples in cell.us.items():
-            if name != "copy" and not name.startswith(LOADS) and name not in left_out:
+        for name in cell.configs:
+            if name not in left_out:
                 made = probing.plan_of(contract, name)
                 held = Resources.of(images[name], made.launch("op"), cell.tokens)
-                yield Observation(level, made, held, statistics.median(samples))
+                yield Observation(level, made, held, statistics.median(cell.us[name]))
 
 
 def _rows(answer: Answer, observed: Sequence[Observation]) -> Iterator[tuple[object, ...]]:
@@ -172,6 +172,9 @@ def _rows(answer: Answer, observed: Sequence[Observation]) -> Iterator[tuple[obj
             ratio = us / predicted if us and predicted else None
             label = f"winner of {carried[key]}" if key in carried else "default"
             yield cell.tokens, cell.routing, label, predicted, us, ratio, cell.median(LOADS + key)
+        for route in engine.ROUTES:
+            if route in cell.us:
+                yield cell.tokens, cell.routing, route, None, cell.median(route), None, None
 
 
 def _proposals(answer: Answer) -> Iterator[Proposal]:
@@ -183,12 +186,11 @@ def _proposals(answer: Answer) -> Iterator[Proposal]:
         if {cell.routing for cell in cells} != set(shares):
             continue
         rounds = min(len(samples) for cell in cells for samples in cell.us.values())
-        arms = set.intersection(*(set(cell.us) for cell in cells)) - answer.wrong - {"copy"}
+        arms = set.intersection(*(set(cell.configs) for cell in cells)) - answer.wrong
         weights = [shares[cell.routing] for cell in cells]
         mixed = {
             name: np.average([cell.us[name][:rounds] for cell in cells], axis=0, weights=weights).tolist()
             for name in arms
-            if not name.startswith(LOADS)
         }
         if not mixed:
             continue
