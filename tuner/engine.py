@@ -24,6 +24,7 @@ from tuner.errors import MissingTool
 from tuner.tensors import Array, Replay, Step
 
 PACKAGE, LIBRARIES = "vllm", ("vllm._C", "vllm._moe_C")  # importing the libraries registers the ops
+LATER = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")  # where later versions of vLLM have some of them
 # One token in two launches; one token in one op; any number of tokens, sorted by expert. The engine prefers the first.
 QPN, SINGLE, GROUPED = "engine:qpn-m1", "engine:single-token", "engine:grouped"
 ROUTES = (QPN, SINGLE, GROUPED)
@@ -51,10 +52,12 @@ class Engine:
         if contract.layout != "sm70-u4":
             raise MissingTool(f"the engine's ops read sm70-u4, and {contract.name} has {contract.layout}")
         self._torch, self._contract, self._sample = tensors.load(), contract, one
-        for name in LIBRARIES:
+        for name in (*LIBRARIES, *LATER):
             try:
                 importlib.import_module(name)
             except (ImportError, OSError, RuntimeError) as error:
+                if name in LATER and isinstance(error, ModuleNotFoundError):
+                    continue
                 raise MissingTool(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
 
     def run(self, route: str, weights: Mapping[str, Resident], step: Step) -> Array:
