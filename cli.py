@@ -348,7 +348,8 @@ def inspect_command(
 ) -> None:
     """Show what each kernel of a level needs: registers, occupancy, bytes, and the least time any layout of them takes.
 
-    For a V100 also what its machine code does for each eight weights.
+    For a V100 also what its machine code does for each eight weights; where that is not what is demanded of it, a FAULT
+    line, and status 1.
     """
     if record and concurrency is not None:
         raise click.UsageError("--record is of all levels: leave --concurrency out")
@@ -362,20 +363,22 @@ def inspect_command(
         rows: dict[str, Any] = {"kernels": [row.to_dict() for row in found], "code": [each.to_dict() for each in code]}
         rows["executed"] = [each.to_dict() for each in done]
         print_json({"configs": configs.origin, "gpu": gpu, **rows})
-        return
-    click.echo(f"{chosen.name} for {gpu}; configurations: {configs.origin}")
-    table(inspection.HEADERS, (row.cells() for row in found))
-    if code:
-        click.echo("\nmachine code, built for sm_70")
-        table(inspection.CODE_HEADERS, inspection.code_rows(code))
-    if done:
-        click.echo(f"\nexecuted as sm_70 code on CPU, {routed} routing")
-        table(execution.HEADERS, (each.cells() for each in done))
-    for each in code:
-        for fault in each.faults:
-            click.echo(f"FAULT {each.stage} at {each.tokens} tokens: {fault}")
-    if written is not None:
-        click.echo(f"\nrecorded in {written}")
+    else:
+        click.echo(f"{chosen.name} for {gpu}; configurations: {configs.origin}")
+        table(inspection.HEADERS, (row.cells() for row in found))
+        if code:
+            click.echo("\nmachine code, built for sm_70")
+            table(inspection.CODE_HEADERS, inspection.code_rows(code))
+        if done:
+            click.echo(f"\nexecuted as sm_70 code on CPU, {routed} routing")
+            table(execution.HEADERS, (each.cells() for each in done))
+        for each in code:
+            for fault in each.faults:
+                click.echo(f"FAULT {each.stage} at {each.tokens} tokens: {fault}")
+        if written is not None:
+            click.echo(f"\nrecorded in {written}")
+    if any(each.faults for each in code):
+        sys.exit(1)
 
 
 @main.command("verify")
@@ -700,4 +703,5 @@ def doctor_command(as_json: bool) -> None:
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half-made is taken away, as at Ctrl-C
     main()

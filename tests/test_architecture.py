@@ -21,7 +21,7 @@ ORDER = (
     *("contract", "awq", "checkpoint", "routing", "reference"),
     *("space", "plan", "render", "build", "sass", "dataflow", "microcode", "memory", "host", "device", "gpu"),
     *("machine", "counts", "trace", "work", "model", "evidence"),
-    *("cases", "verify", "gate", "dense", "trial", "measure", "probing", "items", "evaluate"),
+    *("cases", "verify", "gate", "tensors", "dense", "engine", "trial", "measure", "probing", "items", "evaluate"),
     *("ledger", "search", "choose", "winners", "golden", "frozen", "export", "probe", "answer", "report", "bench"),
     *("calibrate", "probed", "options", "jobs", "checks", "executed", "inspection", "doctor"),
 )
@@ -31,7 +31,7 @@ SOLE_IMPORTERS = {
     "cupy_backends": {"build", "device"},
     "safetensors": {"checkpoint"},
     "click": {"cli"},
-    "torch": {"dense"},
+    "torch": {"tensors"},
 }
 FOREIGN = {"cupy", "cuda", "pycuda", "numba", "triton"}
 

@@ -17,7 +17,7 @@ from fake_cuda import L2_BYTES, FakeCuda, at, images
 from small import SMALL
 
 import cli
-from tuner import bench, dense, device, measure, plan, reference, render, space, trial, winners
+from tuner import bench, dense, device, measure, plan, reference, render, space, tensors, trial, winners
 from tuner.build import Image
 from tuner.errors import LaunchFailed, MissingTool, RequestError, WrongResult
 from tuner.measure import DeviceExecutor
@@ -106,7 +106,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(DeviceExecutor, "images", images_of)
     monkeypatch.setattr(trial, "_settle", lambda replay: None)
     monkeypatch.setattr(measure, "_BIG", 1 << 16)
-    monkeypatch.setattr(dense, "_torch", absent)
+    monkeypatch.setattr(tensors, "load", absent)
     trial._session.cache_clear()
     yield made
     trial._session.cache_clear()

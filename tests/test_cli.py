@@ -271,6 +271,18 @@ def test_tune_tries_64_configurations_a_level_where_nobody_says_how_many(
     assert [request.trials for request in asked] == [32, 1000]
 
 
+SET = "generated/qwen38-tp4/h200-measured"
+
+
+def test_inspect_of_a_kernel_that_spills_on_a_v100_is_a_fault_and_status_1() -> None:
+    of = ("inspect", "--contract", "qwen38-tp4", "--set", ROOT / SET, "--concurrency", 4)
+    for more in ((), ("--json",)):
+        done = run(*of, *more)
+        assert done.exit_code == 1
+        assert "spills" in done.stdout
+    assert run(*of, "--gpu", "H200").exit_code == 0
+
+
 def test_inspect_shows_registers_spills_occupancy_bytes_and_floor_of_each_kernel(contract: str, output: Path) -> None:
     of = ("--contract", contract, "--set", output / TARGET)
     shown = good("inspect", *of).stdout.splitlines()

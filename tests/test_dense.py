@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small import LAYOUTS, inputs, references, weights
 
-from tuner import dense, routing
+from tuner import dense, routing, tensors
 from tuner.errors import MissingTool
 
 
@@ -34,4 +34,4 @@ def test_the_dense_arm_gives_the_reference_but_for_f16(layout: str, routed: str)
 def test_without_torch_the_arm_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     with pytest.raises(MissingTool, match=r"torch cannot be imported.*install a PyTorch with CUDA"):
-        dense._torch()
+        tensors.load()

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -491,6 +492,44 @@ def test_the_source_target_holds_the_kernels_as_they_were_verified(tmp_path: Pat
     command = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "csrc/frozen_op.c"]
     subprocess.run(command, cwd=folder, check=True)
     assert not list(folder.rglob("*.so"))
+
+
+def test_where_nvcc_has_no_code_for_the_gpu_its_own_tests_are_skipped_and_say_why(tmp_path: Path) -> None:
+    folder = write(tmp_path, target="source")
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\ntest $1 = --list-gpu-arch && echo compute_75 && echo compute_90\n")
+    nvcc.chmod(0o755)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests"]
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "the nvcc here builds for compute_75, compute_90, not for sm_70" in done.stdout
+    assert "passed" not in done.stdout
+
+
+def test_a_sigterm_leaves_nothing_beside_the_folder(tmp_path: Path) -> None:
+    """As Ctrl-C does."""
+    (tmp_path / "bin").mkdir()
+    gcc, place = tmp_path / "bin" / "gcc", tmp_path / "place"
+    gcc.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 60\n")
+    gcc.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, cli.__file__, "export", "--contract", "qwen38-tp4", "--output", str(place / "op")]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        ends = time.monotonic() + 120
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None and time.monotonic() < ends
+            time.sleep(0.02)
+        assert list(place.iterdir())
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (1, "\nAborted!\n")
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.lab

@@ -16,8 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_engine import NEWER, FakeEngine
 from frozen_set import made
 from small import SMALL, TENSOR
 
@@ -29,6 +31,7 @@ from tuner import (
     chain,
     cuda,
     device,
+    engine,
     host,
     measure,
     nvml,
@@ -38,15 +41,20 @@ from tuner import (
     probing,
     render,
     space,
+    tensors,
     trial,
     winners,
 )
 from tuner.build import Image
-from tuner.errors import MissingTool, RequestError
+from tuner.calibrate import Observation
+from tuner.device import Resident
+from tuner.engine import GROUPED, QPN, SINGLE
+from tuner.errors import LaunchFailed, MissingTool, RequestError
 from tuner.measure import DeviceExecutor
+from tuner.model import FITTED
 from tuner.render import Source
 
-CONTRACT = replace(SMALL, name="few", tensor_parallel=2, intermediate=128, levels=(1, 2))
+CONTRACT = replace(SMALL, name="few", tensor_parallel=2, intermediate=128, levels=(1, 4))
 OP = plan.make(CONTRACT, space.default(CONTRACT)).launch("op")
 CONFIGS = 2
 
@@ -116,7 +124,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("no gcc here")
     place = tmp_path_factory.mktemp("probe")
     first = made(CONTRACT)
-    levels = {1: first.levels[1], 2: replace(first.levels[2], config=TENSOR)}
+    levels = {1: first.levels[1], 4: replace(first.levels[4], config=TENSOR)}
     winners.write(replace(first, levels=levels), place / "set")
     driver_c = Path(__file__).parent / "fake_libcuda.c"
     subprocess.run(["gcc", "-O1", "-fPIC", "-shared", "-o", str(place / "libcuda.so"), str(driver_c)], check=True)
@@ -229,7 +237,7 @@ def test_the_answer_has_every_part_and_every_kernel_is_right(tools: Path) -> Non
 def test_kernels_are_timed_by_the_drivers_clock_and_loads_alone_beside_them(tools: Path) -> None:
     cells = [each for kind, each in records(tools) if kind == "cell"]
     assert {(each["tokens"], each["routing"]) for each in cells} == {
-        (n, r) for n in (1, 2) for r in ("uniform", "zipf")
+        (n, r) for n in (1, 4) for r in ("uniform", "zipf")
     }
     for each in cells:
         assert not each["wrong"]
@@ -273,11 +281,15 @@ def test_another_gpu_is_refused_unless_ptx_is_asked_for(own: Path, monkeypatch: 
     assert not (own / "other.jsonl").exists()
 
 
-def test_when_time_is_up_the_rest_is_said_to_be_skipped(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_time_is_up_the_rest_is_said_to_be_skipped_and_the_board_still_looked_at(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert answer(own, monkeypatch, "short.jsonl", "--minutes", "0") == 0
     found = chain.read(own / "short.jsonl")
     assert found.whole
-    assert {kind for kind, _ in found.records} == {"header", "skipped", chain.END}
+    assert {kind for kind, _ in found.records[1:-2]} == {"skipped"}
+    (last, board), (end, _) = found.records[-2:]
+    assert (last, board["when"], end) == ("board", "after", chain.END)
 
 
 def test_in_processes_of_its_own_kernels_that_write_nothing_are_recorded_as_wrong(own: Path) -> None:
@@ -302,13 +314,132 @@ def test_the_driver_alone_has_all_that_the_executor_calls() -> None:
     assert [name for name in sorted(called) if not hasattr(cuda.Cuda, name)] == []
 
 
+# ---- an engine beside it ------------------------------------------------------------------------------------------
+class EngineGraph:
+    """Stands for a captured torch graph."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], us: float) -> None:
+        self._us = us
+        for call in calls:
+            call()
+
+    def time_us(self) -> float:
+        if self._us < 0:
+            raise LaunchFailed("torch, replaying: out of memory")
+        return self._us
+
+
+def view(held: Resident) -> Any:
+    """The stand-in driver's memory is the CPU's."""
+    torch = pytest.importorskip("torch")
+    found = np.frombuffer((ctypes.c_char * held.nbytes).from_address(held.address), held.dtype).reshape(held.shape)
+    return torch.from_numpy(found.view(np.int32) if found.dtype == np.uint32 else found)
+
+
+@pytest.fixture
+def beside(own: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    """An engine that is installed; `us` a layer of it."""
+    options = {"us": 33.0}
+    torch = pytest.importorskip("torch")
+    fake = FakeEngine(CONTRACT, NEWER)
+    fake.register(monkeypatch)
+    monkeypatch.setattr(probing, "engines", lambda: {"vllm": "0.9"})
+    monkeypatch.setattr(tensors, "load", lambda: torch)
+    monkeypatch.setattr(tensors, "views", lambda torch, held: {name: view(each) for name, each in held.items()})
+    monkeypatch.setattr(tensors, "capture", lambda torch, first, calls: EngineGraph(calls, options["us"]))
+    (own / "beside.jsonl").unlink(missing_ok=True)
+    yield options
+    fake.forget()
+
+
+def test_an_engines_own_ops_are_judged_by_nobody_and_timed_in_the_same_rounds(
+    own: Path, beside: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answer(own, monkeypatch, "beside.jsonl") == 0
+    found = answers.read(own / "beside.jsonl", CONTRACT)
+    told = [each for kind, each in found.records if kind == "engine"]
+    assert {(each["arm"], each["tokens"]) for each in told} == {(QPN, 1), (SINGLE, 1), (GROUPED, 1), (GROUPED, 4)}
+    assert max(each["engine_l2"] for each in told) < 2e-4 < min(each["relative_l2"] for each in told)
+    for cell in found.cells:
+        assert {name for name in cell.us if name.startswith("engine:")} == set(engine.routes(cell.tokens))
+        assert all(list(cell.us[route]) == [33.0] * 3 for route in engine.routes(cell.tokens))
+    assert found.marks == ()
+    assert sum("relative L2" in line for line in found.told()) == 4
+    before, after = (probed.findings(answers.read(own / name, CONTRACT)) for name in ("answer.jsonl", "beside.jsonl"))
+    rows = [row for row in after.rows if str(row[2]).startswith("engine:")]
+    assert [row[:5] for row in rows if row[:2] == (4, "zipf")] == [(4, "zipf", GROUPED, None, 33.0)]
+    assert len(rows) == 2 * (3 + 1)
+    assert (after.proposals, after.quality) == (before.proposals, before.quality)
+
+
+def test_a_route_of_the_engine_that_fails_is_a_reason_and_all_else_is_there(
+    own: Path, beside: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("requires another shape")
+
+    monkeypatch.setattr(FakeEngine, "awq_moe_qpn_m1_sm70_out", refuses)
+    assert answer(own, monkeypatch, "beside.jsonl") == 0
+    found = answers.read(own / "beside.jsonl", CONTRACT)
+    assert [each for kind, each in found.records if kind == "no engine"] == [
+        {"arm": QPN, "reason": "C1: LaunchFailed: torch, running engine:qpn-m1: requires another shape"}
+    ]
+    assert [sorted({SINGLE, GROUPED, QPN} & set(cell.us)) for cell in found.cells if cell.tokens == 1] == [
+        [GROUPED, SINGLE]
+    ] * 2
+    assert found.marks == ()
+
+
+def test_an_engine_that_fails_in_the_rounds_leaves_the_kernels_their_times(
+    own: Path, beside: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside["us"] = -1.0
+    assert answer(own, monkeypatch, "beside.jsonl") == 0
+    found = answers.read(own / "beside.jsonl", CONTRACT)
+    first = found.cells[0]
+    reasons = [each["reason"] for kind, each in found.records if kind == "no engine"]
+    assert f"C{first.tokens} {first.routing}, beside the kernels: LaunchFailed: torch, replaying" in reasons[0]
+    assert {name for cell in found.cells for name in cell.us} == {*found.kit.kernels, "copy"}
+    assert len(found.cells) == 4
+
+
+ENGINE_BAD: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "a route for one token at four": ("cell", lambda each: each["us"].update({QPN: [1.0] * 3})),
+    "a route that is none": ("engine", lambda each: each.update(arm="engine:other")),
+    "an error that is a text": ("engine", lambda each: each.update(engine_l2="0")),
+    "a reason of no route": ("no engine", lambda each: each.update(arm="default")),
+    "a terminal's code in a reason": ("no engine", lambda each: each.update(reason="\x1b[2J")),
+}
+
+
+@pytest.mark.parametrize("what", ENGINE_BAD)
+def test_a_sound_chain_of_what_no_engine_gives_is_refused(own: Path, what: str) -> None:
+    where, change = ENGINE_BAD[what]
+    said: dict[str, Any] = {"tokens": 1, "case": "a", "inputs": "b", "nonfinite": 0}
+    said |= {"relative_l2": 3e-4, "engine_l2": 1e-4, "engine_ulps": 4.0}
+    more = [("engine", {"arm": GROUPED, **said}), ("no engine", {"arm": QPN, "reason": "none"})]
+    for changes in (False, True):
+        path = own / "forged.jsonl"
+        path.unlink(missing_ok=True)
+        with chain.Writer(path) as writer:
+            for kind, content in [records(own)[0], *more, *records(own)[1:]]:
+                content = json.loads(json.dumps(content))
+                if changes and kind == where:
+                    change(content)
+                writer.write(kind, **content)
+        if not changes:
+            answers.read(path, CONTRACT)
+            continue
+        with pytest.raises(RequestError):
+            answers.read(path, CONTRACT)
+
+
 # ---- what is read -------------------------------------------------------------------------------------------------
-def test_the_answer_is_read_back_with_predictions_a_fit_and_winners(own: Path) -> None:
+def test_the_answer_is_read_back_with_predictions_and_winners(own: Path) -> None:
     found = answers.read(own / "answer.jsonl", CONTRACT)
     assert found.marks == ()
     means = probed.findings(found)
     assert len(means.rows) == 4 + 2  # a winner or the default; both where they differ
-    assert means.fit is not None
     us = {
         name: each for name, each in found.cells[0].us.items() if name != "copy" and not name.startswith(probing.LOADS)
     }
@@ -316,7 +447,54 @@ def test_the_answer_is_read_back_with_predictions_a_fit_and_winners(own: Path) -
     for each in means.proposals:
         saved = 1 - us[fastest][0] / us[found.kit.default][0]
         assert each.config == (fastest if saved >= 0.03 else found.kit.default)
-    assert [each.tokens for each in means.proposals] == [1, 2]
+    assert [each.tokens for each in means.proposals] == [1, 4]
+
+
+def timed(place: Path, truth: Callable[[Observation], float]) -> probed.Findings:
+    """What follows from an answer with other times."""
+    observed = probed.findings(answers.read(place / "answer.jsonl", CONTRACT)).observed
+    us = {(o.level.tokens, o.level.routing, o.plan.config.key()): truth(o) for o in observed}
+
+    def change(kind: str, content: dict[str, Any]) -> None:
+        if kind == "cell":
+            where = content["tokens"], content["routing"]
+            content["us"] |= {n: [us[*where, n]] * 3 for n in content["us"] if (*where, n) in us}
+
+    return probed.findings(answers.read(forged(place, change), CONTRACT))
+
+
+OTHER_GPU = replace(FITTED, dram=FITTED.dram / 2, w13_clocks=2 * FITTED.w13_clocks)
+
+
+def test_a_fit_that_also_predicts_what_it_has_not_seen_is_given(own: Path) -> None:
+    means = timed(own, lambda one: one.predicted(OTHER_GPU))
+    assert means.fit is not None
+    assert [str(each.level) for each in means.refitted] == [str(each.level) for each in means.quality]
+    for before, after in zip(means.quality, means.refitted, strict=True):
+        assert after.error < before.error / 2
+
+
+def test_a_fit_that_predicts_what_it_has_not_seen_no_better_than_the_model_is_not_given(own: Path) -> None:
+    means = timed(own, lambda one: one.predicted(FITTED if one.level.held_out else OTHER_GPU))
+    assert (means.fit, means.refitted) == (None, ())
+    assert any(remark.startswith("no fit to this file: where not fitted") for remark in means.remarks)
+
+
+@pytest.mark.parametrize("left", [(1, "uniform"), (4, "uniform"), (1, "zipf")])
+def test_one_cell_is_not_fitted_to_and_one_fit_is_not_taken_without_another_cell_to_judge_it(
+    own: Path, left: tuple[int, str]
+) -> None:
+    kept = [left] if left[1] == "uniform" else [left, (4, "uniform")]
+    path = own / "cells.jsonl"
+    path.unlink(missing_ok=True)
+    with chain.Writer(path) as writer:
+        for kind, content in records(own):
+            if kind != "cell" or (content["tokens"], content["routing"]) in kept:
+                writer.write(kind, **content)
+    means = probed.findings(answers.read(path, CONTRACT))
+    assert means.fit is None
+    assert len(means.quality) == len(kept)
+    assert any("a fit takes 2 of them and one to judge it by" in remark for remark in means.remarks)
 
 
 def test_the_command_prints_it_and_writes_no_set(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +514,7 @@ def test_its_timings_can_be_fitted_together_with_others(own: Path, monkeypatch: 
     monkeypatch.setattr(calibrate.contract, "load", lambda name: {"few": CONTRACT}[name])
     observed = calibrate.read([own / "v100.csv"])
     assert {str(each.level) for each in observed} == {
-        f"few, V100-PCIE-32GB, {n} tokens, {routed}" for n in (1, 2) for routed in ("uniform", "zipf")
+        f"few, V100-PCIE-32GB, {n} tokens, {routed}" for n in (1, 4) for routed in ("uniform", "zipf")
     }
     assert [str(each) for each in calibrate.quality(observed)] == [str(e) for e in probed.findings(found).quality]
 
@@ -504,12 +682,18 @@ def test_another_gpus_answer_proposes_nothing_for_a_v100(own: Path) -> None:
         if kind == "header":
             content["gpu"] |= {"name": "NVIDIA H200", "capability": [9, 0]}
             content["code"] = "ptx"
+        if kind == "cell":
+            content["us"] |= {name: [20.0] * 3 for name in content["us"]}
 
     found = answers.read(forged(own, change), CONTRACT)
     assert any("no V100's" in mark for mark in found.marks)
     means = probed.findings(found)
     assert means.proposals == ()
-    assert means.fit is not None
+    tensor = {name for name in found.kit.kernels if "tensor" in name}
+    assert found.imitated == tensor != set(found.kit.kernels)
+    assert len(means.observed) == 4 * len([name for name in found.kit.kernels if name[:6] not in ("tensor", "loads:")])
+    assert [row[2:5] for row in means.rows if row[3] is None] == [("winner of v100-predicted", None, 20.0)] * 2
+    assert [remark for remark in means.remarks if "m8n8k4" in remark] == list(means.remarks[-1:])
 
 
 # ---- NVML ---------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner import chain, probing
+from tuner import chain, engine, probing, verify
 from tuner.contract import Contract
 from tuner.errors import RequestError, VoltuneError
-from tuner.probing import SCHEMA, Kit
+from tuner.probing import LOADS, SCHEMA, Kit
 
 Check = Callable[[object], bool]
 _US = 1e7  # at most: ten seconds
@@ -120,6 +120,15 @@ _KINDS: dict[str, dict[str, Check]] = {
         "runs": _integer(1, 1_000_000),
         "outputs": _map(_text(16), _integer(1, 1_000_000), 16),
     },
+    "engine": {
+        "arm": lambda value: value in engine.ROUTES,
+        "tokens": _integer(1, 1024),
+        "case": _text(100),
+        "inputs": _text(64),
+        "nonfinite": _integer(0, 1 << 40),
+        **dict.fromkeys(("relative_l2", "engine_l2", "engine_ulps"), _number(0, 1e30)),
+    },
+    "no engine": {"arm": lambda value: value in engine.ROUTES, "reason": _lines},
     "cell": {
         "tokens": _integer(1, 1024),
         "routing": _text(100),
@@ -146,6 +155,11 @@ class Cell:
     def median(self, arm: str) -> float | None:
         return statistics.median(self.us[arm]) if arm in self.us else None
 
+    @property
+    def configs(self) -> Iterator[str]:
+        """Arms that are kernels of the op: no loads, copy, or engine."""
+        return (name for name in self.us if name not in ("copy", *engine.ROUTES) and not name.startswith(LOADS))
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -164,6 +178,13 @@ class Answer:
     def v100(self) -> bool:
         """Whether it says to be of sm_70 code on a GPU of that kind."""
         return _of_v100(self.records[0][1])
+
+    @property
+    def imitated(self) -> frozenset[str]:
+        """Arms on tensor cores, if the GPU has no unit for their m8n8k4, as sm_70 alone has."""
+        if self.records[0][1]["gpu"]["capability"] == [7, 0]:
+            return frozenset()
+        return frozenset(name for name in self.kit.kernels if name.removeprefix(LOADS).startswith("tensor-"))
 
     @property
     def wrong(self) -> frozenset[str]:
@@ -188,7 +209,16 @@ class Answer:
         yield f"verdicts: {sum(verdicts)} of {len(verdicts)} good"
         engines = self.records[0][1]["engines"]
         found = ", ".join(f"{name} {version}" for name, version in engines.items())
-        yield f"engines beside it, whose ops were not run: {found or 'none'}"
+        yield f"engines beside it: {found or 'none'}"
+        for kind, each in self.records:
+            if kind == "engine":
+                yield (
+                    f"{each['arm']}, C{each['tokens']}: relative L2 {each['relative_l2']:.2g} to float64, "
+                    f"{each['engine_l2']:.2g} and {each['engine_ulps']:.2g} f16 spacings to engine numerics (kernels "
+                    f"here may have {verify.ENGINE_L2:.2g} and {verify.ENGINE_ULPS:g}); {each['nonfinite']} not finite"
+                )
+            elif kind == "no engine":
+                yield f"{each['arm']} is not timed: {each['reason']}"
 
 
 def _of_v100(header: Mapping[str, Any]) -> bool:
@@ -248,7 +278,7 @@ def _kit(path: Path, content: Mapping[str, Any], contract: Contract) -> Kit:
 def _cell(path: Path, kit: Kit, content: Mapping[str, Any]) -> Cell:
     tokens, routed, us = content["tokens"], content["routing"], content["us"]
     routings = [name for name, _ in kit.contract.routings]
-    told = [*us, *content["wrong"]]
+    told = [name for name in (*us, *content["wrong"]) if name not in engine.routes(tokens)]
     sound = tokens in kit.contract.levels and routed in routings and sorted(told) == sorted([*kit.kernels, "copy"])
     if not sound or len({len(samples) for samples in us.values()}) != 1 or not min(map(len, us.values())):
         raise RequestError(f"{path}: the timing of C{tokens} {routed} is of no level, routing or kernel of the probe's")

@@ -1,71 +1,41 @@
 """What a framework does without such kernels: dequantises each active expert to f16 and multiplies densely.
 
-The only module that imports torch, and only when a benchmark asks for it. It runs in the process that holds the CUDA
-context, on weights that are already there. A graph has fixed routings, so that it need not look for the active experts.
+It runs by torch in the process that holds the CUDA context, on weights that are already there. A graph has fixed
+routings, so that it need not look for the active experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tuner import tensors
 from tuner.awq import NIBBLES, gemm
 from tuner.contract import Contract
 from tuner.device import Resident
-from tuner.errors import LaunchFailed, MissingTool
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Step = tuple[Array, Array, Array]  # x f16 [M, H], ids int [M, k], route weights f32 [M, k]
-
-
-class Replay:
-    """A captured graph of so many calls."""
-
-    def __init__(self, torch: Any, graph: Any, calls: int, keeps: Sequence[Any]) -> None:
-        self._torch, self._graph, self._calls, self._keeps = torch, graph, calls, keeps
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-    def time_us(self) -> float:
-        """Microseconds a call, as device.Replay.time_us."""
-        start, stop = self._events
-        with _faults("replaying"):
-            self._graph.replay()
-            start.record()
-            self._graph.replay()
-            stop.record()
-            stop.synchronize()
-            return float(start.elapsed_time(stop)) * 1e3 / self._calls
+from tuner.tensors import Array, Replay, Step
 
 
 def run(contract: Contract, weights: Mapping[str, Resident], step: Step) -> Array:
     """The layer's output of one step, f16 [M, H]. Raises MissingTool without torch or its CUDA, LaunchFailed."""
-    torch = _torch()
-    with _faults("running"):
-        done = _Call(torch, "cuda", contract, step).run(_views(torch, weights))
+    torch = tensors.load()
+    with tensors.faults("running"):
+        done = _Call(torch, "cuda", contract, step).run(tensors.views(torch, weights))
         found: Array = done.cpu().numpy()
         return found
 
 
 def capture(contract: Contract, layers: Sequence[Mapping[str, Resident]], steps: Sequence[Step], calls: int) -> Replay:
     """A CUDA graph of `calls` calls, each on the next step and the next copy of the weights. Raises like `run`."""
-    torch = _torch()
-    with _faults("capturing"):
+    torch = tensors.load()
+    with tensors.faults("capturing"):
         ready = [_Call(torch, "cuda", contract, step) for step in steps]
-        views = [_views(torch, weights) for weights in layers]
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for call in ready:  # loads kernels and makes the library's handles, which a capture cannot
-                call.run(views[0])
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-            for i in range(calls):
-                ready[i % len(ready)].run(views[i % len(views)])
-        torch.cuda.synchronize()
-        return Replay(torch, graph, calls, (ready, views))
+        views = [tensors.views(torch, weights) for weights in layers]
+        turns = [partial(ready[i % len(ready)].run, views[i % len(views)]) for i in range(calls)]
+        return tensors.capture(torch, [partial(call.run, views[0]) for call in ready], turns)
 
 
 class _Call:
@@ -117,40 +87,3 @@ class _Call:
 
     def _nibbles(self, words: Any) -> Any:
         return (words[..., None] >> self._shifts) & 15
-
-
-class _View:
-    """GPU memory as the CUDA array interface tells of it. Words are signed: torch computes little with others."""
-
-    def __init__(self, held: Resident) -> None:
-        kind = held.dtype.str.replace("u4", "i4")
-        self.__cuda_array_interface__ = {
-            "shape": held.shape,
-            "typestr": kind,
-            "data": (held.address, False),
-            "version": 3,
-        }
-        self._held = held
-
-
-def _views(torch: Any, weights: Mapping[str, Resident]) -> dict[str, Any]:
-    """Tensors on the weights where they are."""
-    return {name: torch.as_tensor(_View(held), device="cuda") for name, held in weights.items()}
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingTool(f"torch cannot be imported ({error}): install a PyTorch with CUDA to have its arm") from error
-    if not torch.cuda.is_available():
-        raise MissingTool(f"torch {torch.__version__} sees no GPU: install a build with CUDA to have its arm")
-    return torch
-
-
-@contextmanager
-def _faults(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # CUDA's errors, and memory that does not suffice
-        raise LaunchFailed(f"torch, {doing}: {error}") from error

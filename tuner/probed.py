@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tuner import build, calibrate, choose, measure, model, probing, render
+from tuner import build, calibrate, choose, engine, measure, model, probing, render
 from tuner.answer import Answer
 from tuner.build import Image
 from tuner.calibrate import FIT_LEVELS, FIT_ROUTING, Level, Observation, Quality
@@ -23,6 +23,7 @@ from tuner.model import FITTED, Fit, Resources
 from tuner.probing import LOADS
 
 CELL_HEADERS = ("tokens", "routing", "arm", "predicted us", "measured us", "measured / predicted", "loads alone us")
+FIT_CELLS = 2  # of FIT_LEVELS, at least: one does not tell what grows with the tokens from what does not
 WINNER_HEADERS = ("tokens", "proposed", "us", "default us", "carried winner us", "saves at least", "remark")
 
 
@@ -46,7 +47,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the reading machine makes of a file. rows: of CELL_HEADERS; fit and refitted where it could be fitted."""
+    """What the reading machine makes of a file. rows: of CELL_HEADERS; fit and refitted where one is worth having."""
 
     rows: tuple[tuple[object, ...], ...]
     quality: tuple[Quality, ...]
@@ -83,17 +84,39 @@ def findings(answer: Answer) -> Findings:
     else:
         observed = list(_observations(answer, resources, device))
     quality = calibrate.quality(observed)
-    fit, refitted = None, []
-    if any(not each.level.held_out for each in observed):
-        fit = calibrate.search(observed)
-        refitted = calibrate.quality(observed, fit)
-    elif observed:
-        remarks.append(f"no fit: no timing at {' or '.join(map(str, FIT_LEVELS))} tokens under {FIT_ROUTING} routing")
+    fit, why = _fit(observed) if observed else (None, "")
+    refitted = calibrate.quality(observed, fit) if fit is not None else []
+    if why:
+        remarks.append(f"no fit to this file: {why}")
     if answer.code == "ptx":
         remarks.append("PTX was timed: predictions rest on the sm_70 code's registers and instructions, not on its own")
+    if answer.imitated:
+        remarks.append(
+            f"tensor-core kernels are slow on {answer.gpu}, which is no fault of the model: their PTX multiplies by "
+            "m8n8k4, a V100's own instruction that newer GPUs only imitate; the model takes them for builds for that "
+            "GPU, so that no prediction stands beside them, and neither quality nor fit counts them"
+        )
     proposals = tuple(_proposals(answer)) if answer.v100 else ()
     rows = tuple(_rows(answer, observed))
     return Findings(rows, tuple(quality), fit, tuple(refitted), proposals, tuple(remarks), tuple(observed))
+
+
+def _fit(observed: Sequence[Observation]) -> tuple[Fit | None, str]:
+    """A Fit that predicts the levels it was not fitted to better than the model as it is; or None, and why there is
+    none. Its numbers are as many as a small file's kernels: where nothing is held out, it may fit anything."""
+    held = [each for each in observed if each.level.held_out]
+    cells = {each.level for each in observed} - {each.level for each in held}
+    if len(cells) < FIT_CELLS or not held:
+        levels = ", ".join(map(str, FIT_LEVELS))
+        return None, (
+            f"{len(cells)} timed at one of {levels} tokens under {FIT_ROUTING} routing and "
+            f"{len({each.level for each in held})} elsewhere; a fit takes {FIT_CELLS} of them and one to judge it by"
+        )
+    fit = calibrate.search(observed)
+    before, after = (calibrate.loss(held, each) for each in (FITTED, fit))
+    if after >= before:
+        return None, f"where not fitted, it is no better than the model as it is (loss {after:.3f}, {before:.3f})"
+    return fit, ""
 
 
 def measurements(answer: Answer, means: Findings) -> str:
@@ -123,15 +146,15 @@ def _resources(answer: Answer) -> Mapping[str, Image]:
 
 
 def _observations(answer: Answer, images: Mapping[str, Image], device: str) -> Iterator[Observation]:
-    contract, wrong = answer.kit.contract, answer.wrong
+    contract, left_out = answer.kit.contract, answer.wrong | answer.imitated
     for cell in answer.cells:
         level = Level(contract, device, cell.tokens, cell.routing)
-        for name, samples in cell.us.items():
-            if name != "copy" and not name.startswith(LOADS) and name not in wrong:
+        for name in cell.configs:
+            if name not in left_out:
                 made = probing.plan_of(contract, name)
                 held = Resources.of(images[name], made.launch("op"), cell.tokens)
                 work = calibrate.counted(contract, made.config, device)
-                yield Observation(level, made, held, statistics.median(samples), work)
+                yield Observation(level, made, held, statistics.median(cell.us[name]), work)
 
 
 def _rows(answer: Answer, observed: Sequence[Observation]) -> Iterator[tuple[object, ...]]:
@@ -150,6 +173,9 @@ def _rows(answer: Answer, observed: Sequence[Observation]) -> Iterator[tuple[obj
             ratio = us / predicted if us and predicted else None
             label = f"winner of {carried[key]}" if key in carried else "default"
             yield cell.tokens, cell.routing, label, predicted, us, ratio, cell.median(LOADS + key)
+        for route in engine.ROUTES:
+            if route in cell.us:
+                yield cell.tokens, cell.routing, route, None, cell.median(route), None, None
 
 
 def _proposals(answer: Answer) -> Iterator[Proposal]:
@@ -161,12 +187,11 @@ def _proposals(answer: Answer) -> Iterator[Proposal]:
         if {cell.routing for cell in cells} != set(shares):
             continue
         rounds = min(len(samples) for cell in cells for samples in cell.us.values())
-        arms = set.intersection(*(set(cell.us) for cell in cells)) - answer.wrong - {"copy"}
+        arms = set.intersection(*(set(cell.configs) for cell in cells)) - answer.wrong
         weights = [shares[cell.routing] for cell in cells]
         mixed = {
             name: np.average([cell.us[name][:rounds] for cell in cells], axis=0, weights=weights).tolist()
             for name in arms
-            if not name.startswith(LOADS)
         }
         if not mixed:
             continue

@@ -1,8 +1,8 @@
 """What a probe does on its owner's GPU: checks the kernels it carries, times them, and writes a chain of records.
 
 It runs from a folder that tuner/probe.py has filled: `kit.json`, `images/`, and the modules that this one needs.
-Besides those it takes NumPy, Jinja2 and the NVIDIA driver. It changes no clock and no setting, opens no connection, and
-sends nothing.
+Besides those it takes NumPy, Jinja2 and the NVIDIA driver, and torch with an engine's ops where that is installed. It
+changes no clock and no setting, opens no connection, and sends nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tuner import chain, plan, routing, space, trial, verify
+from tuner import chain, engine, plan, reference, routing, space, trial, verify
 from tuner.build import Ahead, Image
 from tuner.cases import Case, edge_cases, gaussian, make_case
 from tuner.contract import Contract
@@ -31,7 +31,7 @@ from tuner.measure import ROUTINGS, DeviceExecutor, layers_needed
 from tuner.nvml import Board
 from tuner.plan import Launch, Linear, Plan
 from tuner.render import Source
-from tuner.trial import Arm, Bare, Cell, Comparison
+from tuner.trial import Arm, Bare, Cell, Comparison, EngineSteps
 from tuner.verify import Layers, Subject
 
 SCHEMA = 1
@@ -42,9 +42,9 @@ REPLAYS = 1000
 MINUTES = 10.0
 CASES = ("round-robin", "single-hot", "hot", "uniform", "zipf")
 SIZES = tuple(1 << n for n in range(20, 30))  # bytes, 1 MB to 512 MB
-ENGINES = ("vllm", "sglang", "lmdeploy", "torch", "triton")  # packages whose presence is told; none is imported
+ENGINES = ("vllm", "sglang", "lmdeploy", "torch", "triton")  # packages whose presence is told
 _TIMED_FIRST = (4, 1, 20, 2, 8)  # token counts: those the model is fitted to, and the published ones
-_START_S, _ONE_S = 120.0, 60.0
+_START_S, _ONE_S, _ENGINE_S = 120.0, 60.0, 240.0  # importing an engine takes its time
 
 Show = Callable[[str], None]
 
@@ -131,6 +131,11 @@ class Executor(DeviceExecutor):
         raw: trial.Raw = self._call(trial.bare, arms, ROUNDS, self.code, timeout_s=_START_S)
         return raw
 
+    def engine(self, request: EngineSteps) -> Array:
+        """The output of an engine's own ops, f16 [M, H]. Raises as `run` does, MissingTool where they are not."""
+        out: Array = self._call(trial.run_engine, request, timeout_s=_ENGINE_S)
+        return out
+
     def repeat(self, made: Plan, operands: Operands, tokens: int, times: int) -> list[str]:
         """Digests of the outputs of so many replays."""
         given = made, self.images(made), self.code, self.held(operands), tokens, times
@@ -148,7 +153,7 @@ class Probe:
         self._kit, self._contract, self._executor = kit, kit.contract, executor
         self._writer, self._ends, self._show = writer, ends, show
         self._layers = Layers(kit.contract)
-        self._good: set[str] = set()
+        self._routes: set[str] = set()  # of the engine, which gave an output
 
     def run(self) -> None:
         """Everything, in an order in which a run that is cut short has told most."""
@@ -162,6 +167,7 @@ class Probe:
         for rank, tokens, routed in self._matrix():
             self._do(f"verdicts of rank {rank}, C{tokens} {routed}", partial(self._case, rank, tokens, routed))
         self._do("replays", self._replays)
+        self._engine()
         longest = 0.0
         for tokens, routed in cells:
             begun = time.monotonic()
@@ -171,12 +177,13 @@ class Probe:
                 continue
             self._do(title, partial(self._cell, tokens, routed))
             longest = max(longest, time.monotonic() - begun)
-        self._do("board", partial(self._board, "after"))
+        self._do("board", partial(self._board, "after"), late=True)  # it tells whether the GPU slowed down
         self._writer.write(chain.END, seconds=round(time.monotonic() - start, 1))
 
-    def _do(self, what: str, work: Callable[[], None]) -> None:
+    def _do(self, what: str, work: Callable[[], None], *, late: bool = False) -> None:
+        """late: also when time is up."""
         self._show(what)
-        if time.monotonic() > self._ends:
+        if time.monotonic() > self._ends and not late:
             self._writer.write("skipped", what=what)
             return
         try:
@@ -239,6 +246,53 @@ class Probe:
             counts = {output: found.count(output) for output in sorted(set(found))[:16]}
             self._writer.write("replays", arm=key, tokens=tokens, runs=len(found), outputs=counts)
 
+    # The engine beside it
+
+    def _engine(self) -> None:
+        """The output of each of the engine's routes, where it is installed; those that give one are timed too."""
+        if engine.PACKAGE not in engines():
+            return
+        for route in engine.ROUTES:
+            for tokens in sorted({1, min(4, self._contract.max_tokens)}):
+                if route in engine.routes(tokens):
+                    self._do(f"{route}, C{tokens}", partial(self._engine_output, route, tokens))
+
+    def _engine_output(self, route: str, tokens: int) -> None:
+        """Its numerics are its own: how far it is off is told, and judged by nobody."""
+        case = make_case(self._contract, tokens, "uniform", "gaussian")
+        try:
+            out = self._executor.engine(self._steps([route], [case]))
+        except VoltuneError as error:
+            self._without([route], f"C{tokens}: {type(error).__name__}: {error}")
+            return
+        self._routes.add(route)
+        expected = self._layers.expected(0, case)
+        exact, own = (reference.compare(out, of.output) for of in (expected.exact, expected.engine))
+        self._writer.write(
+            "engine",
+            arm=route,
+            tokens=tokens,
+            case=case.name,
+            inputs=case.digest(),
+            nonfinite=exact.nonfinite,
+            relative_l2=min(exact.relative_l2, 1e30),
+            engine_l2=min(own.relative_l2, 1e30),
+            engine_ulps=min(own.max_scaled_ulp, 1e30),
+        )
+
+    def _without(self, routes: Sequence[str], reason: str) -> None:
+        """Says why these are not timed from here on."""
+        self._routes -= set(routes)
+        for route in routes:
+            self._writer.write("no engine", arm=route, reason=reason[:2000])
+
+    def _steps(self, routes: Sequence[str], cases: Sequence[Case]) -> EngineSteps:
+        weights = self._layers.weights(0)
+        given = verify.operands(plan_of(self._contract, self._kit.default), weights, cases[0])
+        held = self._executor.held({name: each for name, each in given.items() if name.endswith(("_Q", "_SCALES"))})
+        steps = [(case.x, case.ids, case.topk_weights) for case in cases]
+        return EngineSteps(self._contract, held, steps, engine.sample(self._contract, weights), routes)
+
     # Time
 
     def _cells(self) -> list[tuple[int, str]]:
@@ -261,9 +315,18 @@ class Probe:
             raise LaunchFailed("no kernel is right: there is nothing to time")
         pool = [self._executor.held(verify.operands(plans[0], weights, case)) for case in cases]
         arms = [Arm(made, self._executor.images(made)) for made in plans]
-        request = Comparison(Cell(tokens, {"fused": pool}, wanted), arms, None, False, ROUNDS)
-        raw = self._executor.compare(request, max(_ONE_S, self._ends - time.monotonic()))
-        columns = dict(zip([*names, "copy"], raw.us[:, :, 0], strict=True))
+        routes = [route for route in engine.routes(tokens) if route in self._routes]
+        steps = self._steps(routes, cases) if routes else None
+        request = Comparison(Cell(tokens, {"fused": pool}, wanted), arms, None, False, ROUNDS, steps)
+        try:
+            raw = self._compare(request)
+        except VoltuneError as error:
+            if not routes:
+                raise
+            self._without(routes, f"C{tokens} {routed}, beside the kernels: {type(error).__name__}: {error}")
+            routes = []
+            raw = self._compare(replace(request, engine=None))
+        columns = dict(zip([*names, *routes, "copy"], raw.us[:, :, 0], strict=True))
         self._writer.write(
             "cell",
             tokens=tokens,
@@ -274,6 +337,9 @@ class Probe:
             layers_wanted=wanted,
             **_clocks(raw.details),
         )
+
+    def _compare(self, request: Comparison) -> trial.Raw:
+        return self._executor.compare(request, max(_ONE_S, self._ends - time.monotonic()))
 
     def _wrong(self, name: str, case: Case) -> str:
         """Why an arm is not timed at a case, or nothing. One that only loads has no result to judge."""
@@ -295,7 +361,7 @@ def _clocks(details: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engines() -> dict[str, str]:
-    """Versions of the packages of ENGINES that are installed here; their own ops are not run."""
+    """Versions of the packages of ENGINES that are installed here."""
     found = {}
     for name in ENGINES:
         try:
@@ -343,7 +409,10 @@ def probe(folder: Path, output: Path, *, ordinal: int, ptx: bool, minutes: float
 def main(folder: str, arguments: Sequence[str] | None = None) -> int:
     """The probe's command line. Its exit status: 0 done, 1 failed, 2 not possible as asked."""
     parser = argparse.ArgumentParser(
-        prog="voltune-probe", description="Checks and times kernels on a GPU. Changes no clocks, and sends nothing."
+        prog="voltune-probe",
+        description="Checks and times kernels on a GPU. Changes no clocks, and sends nothing. Where 1Cat-vLLM is "
+        "installed beside it, that engine's own ops are timed too, on the same weights: this part has never met the "
+        "real engine, and what fails there is a line in the answer.",
     )
     parser.add_argument("--output", type=Path, default=Path("voltune-probe.jsonl"), help="the file to write")
     parser.add_argument("--gpu", type=int, default=0, help="which GPU, as CUDA numbers them")

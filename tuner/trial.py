@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tuner import dense
+from tuner import dense, engine, tensors
 from tuner.build import Image
 from tuner.contract import Contract
 from tuner.device import Array, Call, Code, Gpu, GpuInfo, Kernels, Operands, Replay, Resident, Step
@@ -81,7 +81,18 @@ class DenseSteps:
 
     contract: Contract
     weights: Mapping[str, Any]
-    steps: Sequence[dense.Step]
+    steps: Sequence[tensors.Step]
+
+
+@dataclass(frozen=True, eq=False)
+class EngineSteps:
+    """What an engine's ops compute, by `routes` of engine.ROUTES: as DenseSteps, and an expert for its converter."""
+
+    contract: Contract
+    weights: Mapping[str, Any]
+    steps: Sequence[tensors.Step]
+    sample: engine.Sample
+    routes: Sequence[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +104,7 @@ class Comparison:
     dense: DenseSteps | None
     warm: bool
     rounds: int
+    engine: EngineSteps | None = None
 
 
 class Timed(Protocol):
@@ -259,7 +271,8 @@ def screen(ordinal: int, arms: Sequence[Arm], cells: Sequence[Cell], code: Code)
 def compare(ordinal: int, request: Comparison, code: Code) -> Raw:
     """us [column, round, 0] in interleaved rounds.
 
-    Columns: the arms and, where asked for, the dense arm, cold; the copy; then arms and dense arm again, warm.
+    Columns: the arms and, where asked for, the dense arm and the engine's routes, cold; the copy; then all but that
+    again, warm.
     """
     session = _session(ordinal)
     copying = session.copying()  # before the copies of the weights take the memory
@@ -267,12 +280,18 @@ def compare(ordinal: int, request: Comparison, code: Code) -> Raw:
 
     def columns(warm: bool) -> list[Timed]:
         made: list[Timed] = [bed.graph(arm, warm) for arm in request.arms]
+        count = LAUNCHES if warm else bed.count
         if request.dense is not None:
-            layers = [_resident(session, {**request.dense.weights, **layer}) for layer in bed.layers]
-            steps, count = request.dense.steps, bed.count
-            given = (layers[:1], steps[:1], LAUNCHES) if warm else (layers, steps, count)
-            made.append(dense.capture(request.dense.contract, *given))
+            made.append(dense.capture(request.dense.contract, *places(request.dense, warm), count))
+        if request.engine is not None:
+            held = engine.Engine(request.engine.contract, request.engine.sample)
+            layers, steps = places(request.engine, warm)
+            made += [held.capture(route, layers, steps, count) for route in request.engine.routes]
         return made
+
+    def places(of: DenseSteps | EngineSteps, warm: bool) -> tuple[list[dict[str, Resident]], Sequence[tensors.Step]]:
+        layers = [_resident(session, {**of.weights, **layer}) for layer in bed.layers]
+        return (layers[:1], of.steps[:1]) if warm else (layers, of.steps)
 
     graphs = [*columns(warm=False), copying, *(columns(warm=True) if request.warm else ())]
     us, details = _sample(session.gpu, [[each] for each in graphs], np.ones(1), request.rounds, math.inf)
@@ -332,6 +351,12 @@ def board(ordinal: int) -> Board:
 def run_dense(ordinal: int, request: DenseSteps) -> Array:
     """The dense arm's output of its first step, f16 [M, H]. Raises MissingTool without torch, LaunchFailed."""
     return dense.run(request.contract, _resident(_session(ordinal), request.weights), request.steps[0])
+
+
+def run_engine(ordinal: int, request: EngineSteps) -> Array:
+    """The output of the first route at the first step, f16 [M, H]. Raises as engine.Engine does."""
+    held = engine.Engine(request.contract, request.sample)
+    return held.run(request.routes[0], _resident(_session(ordinal), request.weights), request.steps[0])
 
 
 def _resident(session: _Session, given: Mapping[str, Any]) -> dict[str, Resident]:

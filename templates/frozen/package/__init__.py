@@ -53,9 +53,9 @@ def _runs_on_a_v100(arch):  # an entry of torch.cuda.get_arch_list()
 
 
 def admits(tokens, layer):
-    """Whether `layer`, what `bind` returned first, takes a step of `tokens` tokens: the one question that warm-up and a
-    step ask."""
-    return layer is not None and 1 <= tokens <= MAX_TOKENS
+    """Whether `layer`, what `bind` returned first, takes a step of `tokens` tokens, an integer: the one question that
+    warm-up and a step ask."""
+    return layer is not None and isinstance(tokens, int | torch.SymInt) and 1 <= tokens <= MAX_TOKENS
 
 
 def prepare(device=None, allow_ptx=False):

@@ -25,4 +25,4 @@ def test_weights_that_do_not_fit_are_a_reason(package):
     with pytest.warns(UserWarning, match="is not used"):
         bound, reason = package.bind({}, interleaved=CONTRACT["weights"]["interleaved"], top_k=CONTRACT["top_k"])
     assert bound is None
-    assert reason.startswith("weights []: expected [")
+    assert reason.startswith("weights []: expected a tensor for each of [")

@@ -163,6 +163,12 @@ def test_a_step_that_is_not_admitted_is_refused(op, layer, driver, tokens):
     assert driver.launches == []
 
 
+@pytest.mark.parametrize("tokens", [1.0, 1.5, "1", None])
+def test_what_is_no_integer_is_not_admitted(op, layer, tokens):
+    assert op.admits(1, layer)
+    assert not op.admits(tokens, layer)
+
+
 def test_what_is_admitted_runs(op, layer, driver):
     assert all(op.admits(tokens, layer) for tokens in LEVELS)
     for tokens in LEVELS:
