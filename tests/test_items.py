@@ -107,7 +107,9 @@ def test_what_a_call_hands_on_is_awaited_by_no_item() -> None:
     first = segments * plan.items(QWEN, "w13", TENSOR.w13)
     one, two = (machine.item(made, built, given, 2, ticket) for ticket in (first, first + 1))
     assert one.tallies["issued"].sum() == two.tallies["issued"].sum() > 8 * 5 * 100
-    assert {each.instruction.opcode for each, n in zip(one.code, one.item["issued"], strict=True) if n} >= {"HMMA.884"}
+    assert {each.instruction.opcode for each, n in zip(one.code, one.tallies["issued"], strict=True) if n} >= {
+        "HMMA.884"
+    }
 
 
 def test_outputs_are_counted_to_the_end_of_the_step() -> None:

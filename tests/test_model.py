@@ -178,7 +178,7 @@ def test_the_instructions_of_an_item_take_an_sms_slots() -> None:
 def counted(**changes: float) -> Work:
     """A work of round numbers: a step of 100 instructions, 200 around a pass, 100 an item."""
     step = replace(Mix(100.0, sectors=19.0), **changes)
-    stage = StageWork(item=Mix(100.0), one=Mix(200.0), row=Mix(10.0), lone=step, full=step, scan=Mix(20.0))
+    stage = StageWork(item=Mix(100.0), one=Mix(200.0), row=Mix(10.0), lone=step, full=step, walk=Mix(20.0))
     return Work(stage, stage, Mix(400.0), "executed")
 
 
@@ -192,13 +192,10 @@ def test_a_given_work_is_what_an_item_takes() -> None:
     an_expert = 10 * 8 * (100 + 200 + 10 * 100 + 100 + 200 + 5 * 100)
     assert of_work(counted(), [1]).parts["instructions"] == an_expert + 10 * 8 * 400
     # Nine rows: W13's passes take eight and one, W2's four, four and one. One item each all the same.
-    w13 = 100 + 2 * 200 + 7 * 10 + 2 * 10 * 100
-    w2 = 100 + 3 * 200 + 6 * 10 + 3 * 5 * 100
+    # Each pass walks by the rows of the others: one and eight; five, five and eight.
+    w13 = 100 + 2 * 200 + 7 * 10 + 9 * 20 + 2 * 10 * 100
+    w2 = 100 + 3 * 200 + 6 * 10 + 18 * 20 + 3 * 5 * 100
     assert of_work(counted(), [9]).parts["instructions"] == 10 * 8 * (w13 + w2 + 400)
-    # 40 slots are eight beyond a warp's, 70 are 38: each 32 begun are looked through for rows, a pass.
-    for tokens, words in ((4, 1), (7, 2)):
-        found = of_work(counted(), [1], tokens).parts["instructions"]
-        assert found == an_expert + 10 * 8 * (2 * words * 20 + tokens * 400)
 
 
 def test_what_is_assumed_is_what_is_predicted_without_a_work() -> None:
