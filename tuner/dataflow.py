@@ -2,8 +2,8 @@
 instructions stand around the loads of one.
 
 Registers are followed through every path. A value made from a pointer parameter carries that pointer's mark; a value
-that a load brings carries the load's. What goes through memory loses its marks: a load that nothing marks is shown as
-such, never taken for another's.
+that a load brings carries the load's; what is unpacked from it carries another, which counts where a tensor core reads
+it. What goes through memory loses its marks: a load that nothing marks is shown as such, never taken for another's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from tuner.sass import ALWAYS, PARAMETERS, ZERO, Instruction
 
 GLOBAL_LOADS = ("LDG", "LD")
+# What makes a tensor core's operands of packed weights.
+_UNPACKING = ("LOP3", "SHF", "PRMT", "HADD2", "HFMA2")
+TENSOR = "HMMA.884"
 _NEGATED = 8  # in a guard
 _IF_PARTED, _IF_TOGETHER = 2, 3  # kinds of BRA: BRA.DIV and BRA.CONV; the others go by their predicates
 
@@ -171,7 +174,9 @@ class Dataflow:
             marks = 0
             for register in each.read:
                 marks |= registers.read(register, each.guard)
-            for load in _bits(marks >> len(self._names)):
+            loads = marks >> len(self._names) & (1 << len(self._code)) - 1
+            unpacked = marks >> len(self._names) + len(self._code)
+            for load in _bits(loads | unpacked if each.opcode == TENSOR else loads):
                 self._uses[load].add(i)
             if each.opcode == "CALL" and each.target is not None:
                 for register in self._overwritten(self._index[each.target]):
@@ -188,6 +193,8 @@ class Dataflow:
                 value = 0  # from memory, or an atomic's former value
             elif _copies(each):
                 value |= marks
+            elif each.opcode in _UNPACKING:
+                value |= (loads | unpacked) << len(self._names) + len(self._code)
             for register in each.written:
                 registers.write(register, value, each.guard)
             registers.forget(each.predicates_written)

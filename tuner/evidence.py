@@ -27,7 +27,7 @@ from typing import Any
 from tuner import model, plan, sass
 from tuner.build import Image
 from tuner.contract import Contract
-from tuner.dataflow import Dataflow, Load
+from tuner.dataflow import TENSOR, Dataflow, Load
 from tuner.errors import CodeFault, RequestError
 from tuner.gpu import WARP, Device, Resources
 from tuner.plan import Launch, Plan
@@ -37,7 +37,6 @@ from tuner.space import STAGES, Stage
 FILE = "evidence.json"
 COMMAND = "python cli.py inspect --contract NAME --set FOLDER --record"
 SCHEMA = 1
-TENSOR = "HMMA.884"
 EIGHT_BYTES = 4  # of eight weights
 # What a lane asks for at once of packed weights: four columns' octets, or one word of eight columns.
 WEIGHT_BYTES = {"sm70-u4": 16, "awq": 4}

@@ -89,8 +89,8 @@ class _Op:
         return Work(w13, w2, self.output(), BASIS)
 
     def output(self) -> Mix:
-        """Of combine, the mean over all items of a call whose slots all have rows, or nearly all."""
-        rows = max(1, self.contract.top_k // SEGMENTS)
+        """Of combine, the mean over all items of a call whose slots all have rows."""
+        rows = min(self.contract.top_k, self.slots // SEGMENTS)
         tokens = math.ceil(SEGMENTS * rows / self.contract.top_k)
         done = self.item(SEGMENTS * sum(map(self.items, STAGES)), rows)
         return self.mix(done) * (1 / (tokens * math.ceil(self.contract.hidden / self.launch.block)))

@@ -60,67 +60,77 @@ struct Routing {
 
 // Both sources below are used by whole CTAs at first, by whole warps afterwards, and answer every lane alike:
 //   begin(arena): makes ready to be asked, after one more barrier of the caller's; may hold barriers;
-//   tokens(), count(): of the step; segments;
+//   tokens(), count(): of the step; segments, from memory;
 //   open(i): goes to segment i;  expert: its expert;
 //   rows<n>(from, slots): the open segment's rows from the from-th on, at most n into the warp's own shared memory;
 //     returns how many there are from there on;
 //   routed(slot): whether the slot has an expert.
 
-// Segments found in the ids by each CTA for itself: one per expert's first slot, in the order of those.
+// Segments found in the ids by each CTA for itself, in an order that all CTAs agree on. That of a segment's rows may differ
+// from CTA to CTA, and nothing depends on it.
 template <class C>
 struct RoutedSegments {
-  static constexpr int kWords = (C::kMaxSlots + 31) / 32;
+  static constexpr int kWords = (C::kExperts + 31) / 32;
+  static constexpr int kMost = C::kMaxSlots < C::kExperts ? C::kMaxSlots : C::kExperts;
+  static constexpr int kEnd = -1;
+  struct alignas(8) Segment {
+    int expert;
+    int first;  // of its slots
+  };
   struct Arena {
+    Segment segments[kMost];
     int experts[C::kMaxSlots];  // of each slot, or -1
-    int first[C::kExperts];     // slot of each expert, if any
-    unsigned firsts[kWords];    // a bit a slot
+    int next[C::kMaxSlots];     // slot of the same expert, or kEnd
+    int first[C::kExperts];     // slot of each expert, or kEnd
+    unsigned present[kWords];   // a bit an expert
+    int count;                  // of segments
   };
 
   Routing routing;
   const Arena* arena;
-  int segments;
   int expert;
-  int base;  // of the word where the open segment begins
+  int first;
 
   __device__ __forceinline__ void begin(Arena& shared) {
     arena = &shared;
     const int slots = routing.tokens * C::kTopK;
-    if (slots <= 32) return match(shared, slots);
+    if (slots <= 32) {
+      if (warp_id() == 0) match(shared, slots);
+      return;
+    }
 #pragma unroll 1
-    for (int e = threadIdx.x; e < C::kExperts; e += blockDim.x) shared.first[e] = C::kMaxSlots;
+    for (int e = threadIdx.x; e < C::kExperts; e += blockDim.x) shared.first[e] = kEnd;
+#pragma unroll 1
+    for (int word = threadIdx.x; word < kWords; word += blockDim.x) shared.present[word] = 0u;
     routing.template stage<C>(shared.experts);
     __syncthreads();
 #pragma unroll 1
     for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-      if (shared.experts[slot] >= 0) atomicMin(&shared.first[shared.experts[slot]], slot);
+      const int e = shared.experts[slot];
+      if (e < 0) continue;
+      shared.next[slot] = atomicExch(&shared.first[e], slot);
+      atomicOr(&shared.present[e / 32], 1u << e % 32);
     }
     __syncthreads();
+    // Counting bits is slow on every GPU: only warps that need a count take part.
+    if (threadIdx.x == blockDim.x - 1) shared.count = below(shared, kWords);
 #pragma unroll 1
-    for (int word = warp_id(); word * 32 < slots; word += blockDim.x / 32) {
-      const int slot = word * 32 + lane_id();
-      const unsigned mask = __ballot_sync(0xffffffffu, slot < slots && routed(slot) && shared.first[shared.experts[slot]] == slot);
-      if (lane_id() == 0) shared.firsts[word] = mask;
+    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+      const int e = shared.experts[slot];
+      if (e < 0 || shared.first[e] != slot) continue;
+      const int lower = __popc(shared.present[e / 32] & ((1u << e % 32) - 1u));
+      shared.segments[below(shared, e / 32) + lower] = {e, slot};
     }
-    __syncthreads();
-    segments = 0;
-#pragma unroll 1
-    for (int word = 0; word * 32 < slots; ++word) segments += __popc(shared.firsts[word]);
   }
 
   __device__ __forceinline__ int tokens() const { return routing.tokens; }
-  __device__ __forceinline__ int count() const { return segments; }
+  __device__ __forceinline__ int count() const { return arena->count; }
   __device__ __forceinline__ bool routed(int slot) const { return arena->experts[slot] >= 0; }
 
   __device__ __forceinline__ void open(int i) {
-    base = 0;
-    unsigned firsts = arena->firsts[0];
-#pragma unroll 1
-    for (; i >= __popc(firsts); firsts = arena->firsts[base / 32]) {
-      i -= __popc(firsts);
-      base += 32;
-    }
-    const bool found = (firsts >> lane_id() & 1u) && __popc(firsts & ((1u << lane_id()) - 1u)) == i;
-    expert = arena->experts[base + __ffs(__ballot_sync(0xffffffffu, found)) - 1];
+    const Segment found = arena->segments[i];
+    expert = found.expert;
+    first = found.first;
   }
 
   template <int kRows>
@@ -128,29 +138,36 @@ struct RoutedSegments {
     __syncwarp();  // the rows before these are done with
     int found = -from;
 #pragma unroll 1
-    for (int word = base; word < tokens() * C::kTopK; word += 32) {
-      const int slot = word + lane_id();
-      const bool mine = slot < tokens() * C::kTopK && arena->experts[slot] == expert;
-      const unsigned mask = __ballot_sync(0xffffffffu, mine);
-      const int at = found + __popc(mask & ((1u << lane_id()) - 1u));
-      if (mine && at >= 0 && at < kRows) slots[at] = slot;
-      found += __popc(mask);
+    for (int slot = first; slot != kEnd; slot = arena->next[slot]) {
+      if (lane_id() == 0 && found >= 0 && found < kRows) slots[found] = slot;
+      ++found;
     }
     __syncwarp();
     return found;
   }
 
  private:
-  // begin of a step that has a lane for each slot: every warp finds the segments for itself, and none waits.
+  // Experts present in the first `words` words.
+  static __device__ __forceinline__ int below(const Arena& shared, int words) {
+    int found = 0;
+#pragma unroll 8
+    for (int word = 0; word < kWords; ++word) found += word < words ? __popc(shared.present[word]) : 0;
+    return found;
+  }
+
+  // begin of a step that has a lane of one warp for each slot.
   __device__ __forceinline__ void match(Arena& shared, int slots) {
     const int routed_to = routing.template expert_of<C>(min(lane_id(), slots - 1));
     const int expert = lane_id() < routing.live() * C::kTopK ? routed_to : -1;
     const unsigned same = __match_any_sync(0xffffffffu, expert);
-    const unsigned firsts = __ballot_sync(0xffffffffu, expert >= 0 && __ffs(same) - 1 == lane_id());
-    segments = __popc(firsts);
-    if (warp_id() > 0) return;
-    if (lane_id() < slots) shared.experts[lane_id()] = expert;
-    if (lane_id() == 0) shared.firsts[0] = firsts;
+    const unsigned above = same & ~(1u << lane_id() | ((1u << lane_id()) - 1u));
+    const bool leads = expert >= 0 && __ffs(same) - 1 == lane_id();
+    const unsigned leaders = __ballot_sync(0xffffffffu, leads);
+    if (lane_id() == 0) shared.count = __popc(leaders);
+    if (lane_id() >= slots) return;
+    shared.experts[lane_id()] = expert;
+    shared.next[lane_id()] = above == 0u ? kEnd : __ffs(above) - 1;
+    if (leads) shared.segments[__popc(leaders & ((1u << lane_id()) - 1u))] = {expert, lane_id()};
   }
 };
 
@@ -230,7 +247,7 @@ struct CompactArena {
   int experts[C::kMaxSlots];
   int ranks[C::kMaxSlots];    // of each slot among its expert's
   int before[C::kExperts];    // slots of an expert; then of those below it, as Below
-  int words[kExpertWords<C>];         // of 32 experts together, as Below
+  int words[kExpertWords<C>];  // of 32 experts together, as Below
 };
 
 // How many slots, and how many experts that have any, lie below: both in one number, so that one sum adds up both.
