@@ -12,7 +12,8 @@ from tuner import calibrate, contract, items, model, space
 from tuner.calibrate import Observation, Quality
 from tuner.errors import RequestError
 
-FILES = sorted((Path(__file__).parent / "data").glob("*.csv"))
+DATA = Path(__file__).parent / "data"
+FILES = sorted(DATA.glob("*.csv"))
 QWEN = contract.load("qwen38-tp4")
 KEY = "tensor-t1-k8-u5-r8+tensor-t8-k1-u5-r4+m512"
 HEADER = f"# contract: qwen38-tp4\n# device: NVIDIA H200\n{','.join(calibrate.COLUMNS)}\n"
@@ -51,6 +52,16 @@ def test_the_median_error_of_levels_that_were_not_fitted_is_within_a_tenth_and_o
     errors = [each.error for each in held_out()]
     assert statistics.median(errors) <= 0.10
     assert max(errors) <= 0.20
+
+
+def test_later_kernels_that_nothing_was_fitted_to_are_ranked_as_measured() -> None:
+    found = calibrate.quality(calibrate.read(sorted((DATA / "unfitted").glob("*.csv"))))
+    print("\n" + "\n".join(str(each) for each in found))
+    assert sum(each.kernels for each in found) >= 200
+    assert min(each.spearman for each in found) >= 0.6
+    assert [str(each) for each in found if each.regret > 0.05] == []
+    assert statistics.median(each.error for each in found) <= 0.10
+    assert max(each.error for each in found) <= 0.20
 
 
 def test_the_models_numbers_are_those_of_the_fit() -> None:
@@ -137,7 +148,7 @@ def test_a_ledgers_trials_become_a_file_with_what_their_kernels_take(tmp_path: P
     found = calibrate.read([file])
     assert [(each.level.routing, each.us) for each in found] == [("uniform", 16.87), ("zipf", 17.5)]
     # What NVRTC makes of this kernel, as in the checked-in measurements.
-    assert {(each.resources.registers, each.resources.spill_bytes) for each in found} == {(128, 0)}
+    assert {(each.resources.registers, each.resources.spill_bytes) for each in found} == {(126, 0)}
     assert space.parse(KEY) == found[0].plan.config
 
 

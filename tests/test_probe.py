@@ -29,6 +29,7 @@ from tuner import (
     build,
     calibrate,
     chain,
+    contract,
     cuda,
     device,
     engine,
@@ -55,6 +56,7 @@ from tuner.model import FITTED
 from tuner.render import Source
 
 CONTRACT = replace(SMALL, name="few", tensor_parallel=2, intermediate=128, levels=(1, 4))
+EXAMPLES = Path(__file__).parent.parent / "examples"
 OP = plan.make(CONTRACT, space.default(CONTRACT)).launch("op")
 CONFIGS = 2
 
@@ -545,6 +547,28 @@ def changed(place: Path, change: Callable[[list[bytes]], list[bytes]]) -> Path:
 
 def count(place: Path) -> int:
     return len(records(place))
+
+
+def test_the_example_is_an_h200s_whole_answer_and_no_changed_one_passes_for_it(tmp_path: Path) -> None:
+    example, qwen = EXAMPLES / "h200-probe.jsonl", contract.load("qwen38-tp4")
+    found = answers.read(example, qwen)
+    kinds = [kind for kind, _ in found.records]
+    assert (found.gpu, found.code, found.v100) == ("NVIDIA H200", "ptx", False)
+    assert len(found.cells) == len(qwen.levels) * len(qwen.routings) and kinds[-1] == "end" and "fault" not in kinds
+    assert [each for kind, each in found.records if kind == "verdict" and not each["ok"]] == [] and not found.wrong
+    assert [mark for mark in found.marks if "no V100" not in mark] == []
+    lines = example.read_bytes().splitlines(keepends=True)
+    middle = len(lines) // 2
+    for changed_lines in (
+        [*lines[:middle], *lines[middle + 1 :]],
+        [*lines[:middle], lines[middle + 1], lines[middle], *lines[middle + 2 :]],
+        [line.replace(b'"ok":true', b'"ok":false') for line in lines],
+    ):
+        (tmp_path / "other.jsonl").write_bytes(b"".join(changed_lines))
+        with pytest.raises(RequestError, match="line"):
+            answers.read(tmp_path / "other.jsonl", qwen)
+    (tmp_path / "other.jsonl").write_bytes(b"".join(lines[:-1]))
+    assert "it breaks off before its end" in answers.read(tmp_path / "other.jsonl", qwen).marks[0]
 
 
 def test_a_line_cut_anywhere_is_refused_and_a_file_cut_anywhere_is_marked(own: Path) -> None:
