@@ -107,11 +107,16 @@ def named(start: str, form: int | None = None, guarded: bool | None = None) -> P
     return pick
 
 
+def writing(pick: Pick) -> Pick:
+    """A register: a predicate alone may be of one lane of a warp, whose like does the same twice."""
+    return lambda each: pick(each) and bool(each.instruction.written)
+
+
 IMMEDIATE, REGISTER = 4, 1
 MUTATIONS: dict[str, tuple[str, Pick, Change]] = {
     "an immediate factor of an address": ("simt", named("IMAD.WIDE", IMMEDIATE), add(32, 32, 1)),
     "an immediate compared with": ("simt", named("ISETP.NE", IMMEDIATE), add(32, 32, 1)),
-    "an immediate mask": ("simt", named("LOP3", IMMEDIATE), flip(32)),
+    "an immediate mask": ("simt", writing(named("LOP3", IMMEDIATE)), flip(32)),
     "an immediate shift": ("simt", named("SHF.R", IMMEDIATE), add(32, 32, 1)),
     "an immediate factor": ("simt", named("FMUL", IMMEDIATE), flip(55)),
     "a shuffle's lane": ("simt", named("SHFL.BFLY", 7), flip(54)),
@@ -128,7 +133,7 @@ MUTATIONS: dict[str, tuple[str, Pick, Change]] = {
     "a stored register": ("simt", named("STG.E.STRONG"), add(32, 8, 2)),
     "the register that a load fills": ("simt", named("LDS.U.128"), add(16, 8, 4)),
     "a sum without its sign": ("simt", named("FFMA", REGISTER), flip(63)),
-    "an atomic of another kind": ("simt", named("ATOMG.E.ADD"), flip(88)),
+    "an atomic of another kind": ("simt", named("ATOMG.E.INC"), flip(88)),
     "a relaxed store made plain": ("simt", named("STG.E.STRONG"), add(79, 2, -1)),
     "a tensor core's step": ("tensor", named("HMMA.884.F32.F32.STEP1"), flip(79)),
     "a tensor core's operand": ("tensor", named("HMMA.884"), add(24, 8, 2)),
